@@ -12,6 +12,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from midepoch._internal.version import __version__
+
 if TYPE_CHECKING:
     from midepoch.checkpoint import Keep, PipelineCheckpoint
     from midepoch.compat.structured import StructuredDataset
@@ -49,8 +51,6 @@ if TYPE_CHECKING:
     from midepoch.open.tokens import from_megatron, from_tokens
     from midepoch.order.schedule import Phase, Schedule
     from midepoch.sources.stores import Retry
-
-__version__ = "0.1.0"
 
 # Names are imported when first used: `import midepoch` takes 1 ms instead of the 150 ms of numpy and pyarrow.
 _WHERE = {

@@ -18,12 +18,14 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from PIL import Image
 
 import midepoch
 from data import write_arrow
 from midepoch.sources import index as index_module
 from midepoch.sources import lake
 from midepoch.testing import assert_resumes_exactly
+from shard_files import write_litdata, write_mds
 from tar_files import write_tar
 from token_files import write_megatron
 
@@ -86,6 +88,11 @@ def write_lance(folder: Path, first: int) -> None:
         lance.write_dataset(table(range(first + start, first + stop)), str(folder / "table.lance"), mode="append")
 
 
+def write_images(folder: Path, first: int) -> None:
+    for i in range(first, first + ROWS):
+        Image.fromarray(np.full((2, 2, 3), [i // 256, i % 256, 0], np.uint8)).save(folder / f"{i:05d}.png")
+
+
 SOURCES: dict[str, Entry] = {
     "arrow": Entry(in_parts(lambda path, ids: write_arrow(path, table(ids), 7), ".arrow"), midepoch.from_files, by_id),
     "parquet": Entry(
@@ -137,6 +144,19 @@ SOURCES: dict[str, Entry] = {
         midepoch.from_megatron,
         by_first_token,
     ),
+    "mds": Entry(
+        lambda folder, first: write_mds(
+            folder, {"id": "int"}, [{"id": i} for i in range(first, first + ROWS)], shard=25
+        ),
+        midepoch.from_files,
+        by_id,
+    ),
+    "litdata": Entry(
+        lambda folder, first: write_litdata(folder, [{"id": i} for i in range(first, first + ROWS)], chunk=25),
+        midepoch.from_files,
+        by_id,
+    ),
+    "images": Entry(write_images, midepoch.from_files, lambda row: int(np.asarray(row["image"])[0, 0] @ [256, 1, 0])),
     "dict": Entry(write_ids, lambda folder: midepoch.from_dict({"id": read_ids(folder)}), by_id),
     "generator": Entry(
         write_ids, lambda folder: midepoch.from_generator(generate, gen_kwargs={"ids": read_ids(folder)}), by_id
@@ -227,6 +247,16 @@ def test_a_second_opening_scans_nothing(case: Case, monkeypatch: pytest.MonkeyPa
     ds = case.open()
     assert ds.pipeline.leaf.source.fingerprint == fingerprint
     assert case.keys(ds.slice(24, 27)) == [24, 25, 26]
+
+
+def test_an_opening_sees_what_has_changed_since_the_last(case: Case) -> None:
+    for _ in range(2):
+        case.open()
+    shutil.rmtree(case.folder)
+    case.folder.mkdir()
+    case.entry.write(case.folder, 1000)
+    for _ in range(2):
+        assert case.keys(case.open()) == list(range(1000, 1000 + ROWS))
 
 
 def test_moved_data_resumes_and_other_data_is_refused(case: Case, tmp_path: Path) -> None:

@@ -24,9 +24,10 @@ from midepoch.sources.disk import saved_files, saved_splits
 from midepoch.sources.files import DataFiles, PathLike, check_path, find_files, paths_of
 from midepoch.sources.filters import Filter, parse_filter
 from midepoch.sources.hub import HubRequest, arrow_files
-from midepoch.sources.index import EncodedError, Index, default_index_dir, open_index
+from midepoch.sources.index import MAPPED, EncodedError, Index, default_index_dir, open_index
 from midepoch.sources.lake import Request, can_be_mapped, open_lake
 from midepoch.sources.names import check_format
+from midepoch.sources.seals import Seal
 from midepoch.sources.splits import SplitPart, check_splits, expand_all, parse_split
 from midepoch.sources.stores import Retry, Store
 
@@ -79,28 +80,31 @@ def from_files(
     texts = paths_of(paths)
     store, _ = resolve(texts[0], **where)
     chosen = parse_filter(filters)
-    found: list[DataFiles] = []
 
     def find() -> DataFiles:
-        if not found:
-            found.append(find_files(texts, format=format, fresh=force_reindex, **where))
-        return found[0]
+        return find_files(texts, format=format, fresh=force_reindex, **where)
 
     folder = opening.index_folder
     given = tuple(resolve(text, **where)[1] for text in texts)
     request = Request(store, given, check_format(format), chosen, partitioning, on_error == "skip", find)
+    seal = Seal(request, folder)
+    if validate and (known := seal.opened(force=force_reindex)) is not None:
+        return opening.dataset(known, store, chosen, mapped=known.format == MAPPED)
     if can_be_mapped(request, folder, force=force_reindex, validate=validate):
         # Files with different columns cannot be mapped as one; encoded blocks are decoded once, not for each row.
         with suppress(DifferentSchemasError, EncodedError):
-            files = [Path(entry.path) for entry in find().entries]
+            files = [Path(entry.path) for entry in request.found.entries]
             index = _index(files, index_dir, force_reindex, on_error, as_mapped=True)
             with suppress(OSError):  # an index of other files that were here: nobody would recreate it
                 request.index_path(folder).unlink(missing_ok=True)
+            seal.keep(index)
             return opening.dataset(index, store, mapped=True)
     with shown("indexing", "files") as report:
         index = open_lake(request, index_dir=folder, force=force_reindex, validate=validate, progress=report)
-    listed = found[0].store if found else store  # the one that knows which commit of the Hub was listed
-    return opening.dataset(index, listed, chosen)
+    if not request.is_listed:
+        return opening.dataset(index, store, chosen)
+    seal.keep(index)
+    return opening.dataset(index, request.found.store, chosen)  # which knows what commit of the Hub was listed
 
 
 def cache_spec(cache_dir: PathLike | None, cache_bytes: int) -> CacheSpec:

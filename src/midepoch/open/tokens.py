@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from operator import index as as_int
 from typing import Any
 
@@ -20,6 +21,7 @@ from midepoch.sources.formats.tokens import DTYPES, MOST_TOKENS
 from midepoch.sources.index import Index
 from midepoch.sources.lake import Request, open_lake
 from midepoch.sources.manifests import is_litdata, refuse_chunks
+from midepoch.sources.seals import Seal
 from midepoch.sources.stores import Entry, Retry, Store
 
 _PARALLEL = 16
@@ -70,12 +72,11 @@ def from_tokens(
             index_dir=index_dir, force_reindex=force_reindex, validate=validate, on_error=on_error, **where,
         )  # fmt: skip
 
-    def find(store: Store, given: Sequence[str]) -> list[Entry]:
-        found = [
-            entry for path, text in zip(given, texts, strict=True) for entry in expand(store, path, text, "tokens")
-        ]
+    def find(store: Store, given: Sequence[str]) -> DataFiles:
+        parts = [expand(store, path, text, "tokens") for path, text in zip(given, texts, strict=True)]
+        found = tuple(entry for part in parts for entry in part.entries)
         refuse_chunks(store, found)
-        return found
+        return DataFiles(store, form, found, warned=any(part.warned for part in parts))
 
     index, store = _opened(texts, form, find, where, opening, validate)
     if not index.starts[-1]:
@@ -118,14 +119,15 @@ def from_megatron(
     where = {"storage_options": storage_options, "filesystem": filesystem, "retry": retry}
     counts: list[int] = []
 
-    def find(store: Store, given: Sequence[str]) -> list[Entry]:
+    def find(store: Store, given: Sequence[str]) -> DataFiles:
         groups = [_listed(store, path, text) for path, text in zip(given, texts, strict=True)]
-        counts[:] = [len(group) for group in groups]
-        return _entries(store, [each for group in groups for each in group])
+        counts[:] = [len(group) for group, _ in groups]
+        entries = _entries(store, [each for group, _ in groups for each in group])
+        return DataFiles(store, "megatron", tuple(entries), warned=any(warned for _, warned in groups))
 
     opening = Opening(None, cache_dir, cache_bytes, index_dir, force_reindex, on_error)
     # One index for all prefixes, so that a blend of a hundred is one file to open. Its parts follow from a listing.
-    index, store = _opened(texts, "megatron", find, where, opening, validate or shares is not None)
+    index, store = _opened(texts, "megatron", find, where, opening, validate, always=shares is not None)
     if shares is None:
         ds = opening.dataset(index, store, mapped=True)
         return ds if seed is None else ds.shuffle(seed=seed)
@@ -140,12 +142,14 @@ def from_megatron(
 def _opened(
     texts: Sequence[str],
     form: str,
-    find: Callable[[Store, Sequence[str]], list[Entry]],
+    find: Callable[[Store, Sequence[str]], DataFiles],
     where: Mapping[str, Any],
     opening: Opening,
     validate: bool,
+    *,
+    always: bool = False,
 ) -> tuple[Index, Store]:
-    """Return the index of files that ``find`` lists, and their store."""
+    """Return the index of files that ``find`` lists, and their store. ``always``: call it in any case."""
     resolved = [resolve(text, **where) for text in texts]
     store, given = resolved[0][0], tuple(path for _, path in resolved)
     if len({each.identity for each, _ in resolved}) > 1:
@@ -153,13 +157,16 @@ def _opened(
     if opening.force_reindex:
         store.refresh()
 
-    def found() -> DataFiles:
-        return DataFiles(store, form, tuple(find(store, given)))
-
-    request = Request(store, given, form, None, None, opening.on_error == "skip", found)
+    request = Request(store, given, form, None, None, opening.on_error == "skip", partial(find, store, given))
     force, folder = opening.force_reindex, opening.index_folder
+    seal = Seal(request, folder)
+    if validate and not always and (known := seal.opened(force=force)) is not None:
+        return known, store
     with shown("indexing", "files") as report:
-        return open_lake(request, index_dir=folder, force=force, validate=validate, progress=report), store
+        index = open_lake(request, index_dir=folder, force=force, validate=validate or always, progress=report)
+    if request.is_listed:
+        seal.keep(index)
+    return index, store
 
 
 def _dtype_name(dtype: Any) -> str:
@@ -216,18 +223,20 @@ def _names(texts: Sequence[str]) -> list[str]:
     raise ValueError(f"the blend contains a prefix twice: {', '.join(map(repr, texts))}. Add up its weights.")
 
 
-def _listed(store: Store, path: str, text: str) -> list[Entry | str]:
+def _listed(store: Store, path: str, text: str) -> tuple[list[Entry | str], bool]:
     """Return the index and the tokens of each prefix that a path means: itself, or those in a folder or glob.
 
-    Files that were not listed are paths.
+    Files that were not listed are paths. The second value is True if a warning was logged.
     """
+    warned = False
     if any(sign in path for sign in "*?[") or text.endswith("/") or (store.local and os.path.isdir(path)):
-        entries = {entry.path: entry for entry in expand(store, path, text, "megatron")}
+        found = expand(store, path, text, "megatron")
+        entries, warned = {entry.path: entry for entry in found.entries}, found.warned
         prefixes = dict.fromkeys(each.removesuffix(".idx").removesuffix(".bin") for each in entries)
     else:
         entries, prefixes = {}, {path.removesuffix(".idx").removesuffix(".bin"): None}
     paths = [prefix + suffix for prefix in prefixes for suffix in (".idx", ".bin")]
-    return [entries.get(each, each) for each in paths]
+    return [entries.get(each, each) for each in paths], warned
 
 
 def _entries(store: Store, listed: Sequence[Entry | str]) -> list[Entry]:

@@ -41,7 +41,7 @@ class DataFiles:
     """Files in order, with their store and format.
 
     ``listed``: they are manifests, which name the data files. ``listing``: each file is a row, and all of them are one
-    entry.
+    entry. ``warned``: a warning about their choice was logged.
     """
 
     store: Store
@@ -49,6 +49,7 @@ class DataFiles:
     entries: tuple[Entry, ...]
     listed: bool = False
     listing: Listing | None = None
+    warned: bool = False
 
 
 def find_files(
@@ -79,7 +80,7 @@ def find_files(
         if fresh and store is None:
             of.refresh()
         store = store or of
-        found.append(_expanded(store, path, text, wanted))
+        found.append(expand(store, path, text, wanted))
     assert store is not None
     entries = [entry for each in found for entry in each.entries]
     kinds = {each.kind for each in found}
@@ -88,10 +89,11 @@ def find_files(
     if wanted == "litdata" and kinds == {"parquet"}:  # its ParquetLoader
         wanted = None
     chosen = wanted or (kinds.pop() if len(kinds) == 1 else None) or _common_format(store, entries)
+    warned = any(each.warned for each in found)
     if chosen in KINDS:
         listing = listing_of(found)
-        return DataFiles(store, chosen, (listing.entry,), listing=listing)
-    return DataFiles(store, chosen, tuple(entries))
+        return DataFiles(store, chosen, (listing.entry,), listing=listing, warned=warned)
+    return DataFiles(store, chosen, tuple(entries), warned=warned)
 
 
 def _of_manifests(store: Store, found: list[Expanded], wanted: str | None) -> DataFiles:
@@ -106,7 +108,7 @@ def _joined(store: Store, parts: list[Expanded]) -> Expanded:
     entries = [entry for part in parts for entry in part.entries]
     kinds = {part.kind: store.name(part.entries[0].path) for part in parts}
     if not kinds.keys() & set(manifests.FORMATS):
-        return Expanded("", entries)
+        return Expanded("", entries, warned=any(part.warned for part in parts))
     if len(kinds) > 1:
         listed = ", ".join(f"{kind or 'files without a manifest'} ({name})" for kind, name in kinds.items())
         raise FormatError(f"the paths have different formats: {listed}. Open them as separate datasets.")
@@ -155,12 +157,8 @@ def _not_a_path(given: Any) -> str:
     return f"paths of files are expected (a str, a pathlib.Path or a list of them), got {given!r:.60}. Pass paths."
 
 
-def expand(store: Store, path: str, given: str, wanted: str | None) -> list[Entry]:
+def expand(store: Store, path: str, given: str, wanted: str | None) -> Expanded:
     """Return the files that a path, folder or glob means. ``given`` is the path as the user wrote it."""
-    return _expanded(store, path, given, wanted).entries
-
-
-def _expanded(store: Store, path: str, given: str, wanted: str | None) -> Expanded:
     name = store.name(path)
     where = f" (looked in {os.getcwd()})" if store.local and "://" not in given else ""
     # In a store one listing finds a folder. Only a path with the name of a file is checked as a file first.
@@ -207,11 +205,11 @@ def _chosen(store: Store, path: str, visible: list[Entry], wanted: str | None) -
     """Return the files of a folder that are the data."""
     name = store.name(path)
     formats = formats_of([each.path for each in visible], wanted)
-    typed, kind = choose(name, visible, formats, wanted)
+    typed, kind, warned = choose(name, visible, formats, wanted)
     if isinstance(store.given, HubFiles) and kind is None:
         typed = data_files(path, typed, parquet_only=wanted is None)
     else:
-        warn_of_splits(name, path, typed)
+        warned |= warn_of_splits(name, path, typed)
     if not typed and wanted in FORMATS:
         typed = [each for each, named in zip(visible, formats, strict=True) if named is None]
     if not typed:
@@ -222,7 +220,7 @@ def _chosen(store: Store, path: str, visible: list[Entry], wanted: str | None) -
             f"{other_reader([each.path for each in visible]) or ' Check the path.'}"
         )
     kinds = set(formats) - {None}
-    return Expanded(path, typed, kind or (kinds.pop() if len(kinds) == 1 else None))
+    return Expanded(path, typed, kind or (kinds.pop() if len(kinds) == 1 else None), warned)
 
 
 def _described(store: Store, kind: str, manifest: Entry) -> Expanded:
@@ -246,7 +244,7 @@ def _all_of(store: Store, paths: list[str], given: str, wanted: str | None) -> E
         [
             Expanded("", [listed[path]])
             if path in listed and not manifests.is_manifest(path)
-            else _expanded(store, path, given, wanted)
+            else expand(store, path, given, wanted)
             for path in paths
         ],
     )

@@ -66,6 +66,8 @@ class Expanded(NamedTuple):
     entries: list[Entry]
     kind: str | None = None
     """The only format in a folder, or that of a manifest. None if it is not known."""
+    warned: bool = False
+    """A warning about the choice of the files was logged, which every opening repeats."""
 
 
 def is_metadata(path: str) -> bool:
@@ -79,21 +81,21 @@ def listing_of(given: Sequence[Expanded]) -> Listing:
     names: list[str] = []
     alone = [posixpath.dirname(each.entries[0].path) for each in given if not each.root]
     common = posixpath.commonpath(alone) if alone else ""
-    for root, entries, _ in given:
+    for root, entries, *_ in given:
         start = len((root or common).rstrip("/")) + 1
         files += entries
         names += [entry[0][start:] for entry in entries]
-    roots = [root.rstrip("/") or "/" for root, _, _ in given if root] + [common] * bool(alone)
+    roots = [root.rstrip("/") or "/" for root, *_ in given if root] + [common] * bool(alone)
     return Listing(posixpath.commonpath(roots), tuple(files), tuple(names))
 
 
 def choose(
     name: str, visible: Sequence[Entry], formats: Sequence[str | None], wanted: str | None
-) -> tuple[list[Entry], str | None]:
+) -> tuple[list[Entry], str | None, bool]:
     """Return the files of a folder that are the data: those of the requested format, else tables, media, or text.
 
     Files named ``metadata`` belong to the media beside them, which are then the data even if there are other tables.
-    The second value is the kind of media.
+    The second value is the kind of media, the third is True if a warning was logged.
     """
     present = Counter(kind for kind in formats if kind is not None)
     media = [kind for kind in KINDS if present[kind]]
@@ -103,20 +105,19 @@ def choose(
         if wanted is None and len(media) > 1:
             raise FormatError(f"{name} contains {' and '.join(media)} files. Choose one kind with format=….")
         if described:
-            if wanted is None:
-                _warn_of_tables(name, visible, formats, tables)
-            return list(visible), wanted or media[0]  # metadata may name any of them
+            warned = wanted is None and _warn_of_tables(name, visible, formats, tables)
+            return list(visible), wanted or media[0], warned  # metadata may name any of them
         kind = wanted or media[0]
-        return [entry for entry, each in zip(visible, formats, strict=True) if each == kind], kind
+        return [entry for entry, each in zip(visible, formats, strict=True) if each == kind], kind, False
     accepted = [wanted] if wanted is not None else tables or ["text"]
     chosen = [entry for entry, kind in zip(visible, formats, strict=True) if kind in accepted]
     if wanted is None and media:
         _warn_of_media(name, present, media, chosen[0])
-    return chosen, None
+    return chosen, None, wanted is None and bool(media)
 
 
-def _warn_of_tables(name: str, visible: Sequence[Entry], formats: Sequence[str | None], tables: Sequence[str]) -> None:
-    """Warn of tables beside media and their metadata."""
+def _warn_of_tables(name: str, visible: Sequence[Entry], formats: Sequence[str | None], tables: Sequence[str]) -> bool:
+    """Warn of tables beside media and their metadata. Return True if there are any."""
     others = [
         (entry[0], kind)
         for entry, kind in zip(visible, formats, strict=True)
@@ -129,6 +130,7 @@ def _warn_of_tables(name: str, visible: Sequence[Entry], formats: Sequence[str |
             "format=%r to read tables instead.",
             name, len(others), posixpath.basename(path), kind,
         )  # fmt: skip
+    return bool(others)
 
 
 def _warn_of_media(name: str, present: Counter[str], media: Sequence[str], table: Entry) -> None:
@@ -142,8 +144,11 @@ def _warn_of_media(name: str, present: Counter[str], media: Sequence[str], table
         )  # fmt: skip
 
 
-def warn_of_splits(name: str, folder: str, entries: Sequence[Entry]) -> None:
-    """Warn if a folder contains several splits, as folders or as files. The entries are sorted by path."""
+def warn_of_splits(name: str, folder: str, entries: Sequence[Entry]) -> bool:
+    """Warn if a folder contains several splits, as folders or as files. The entries are sorted by path.
+
+    Return True if it does.
+    """
     splits: dict[str, str] = {}
     for word, split in SPLITS.items():
         start = f"{folder.rstrip('/')}/{word}"
@@ -157,3 +162,4 @@ def warn_of_splits(name: str, folder: str, entries: Sequence[Entry]) -> None:
             "%s contains the splits %s, and all of them are read as one. To read one, name its files: %s",
             name, ", ".join(splits), next(iter(splits.values())),
         )  # fmt: skip
+    return len(splits) > 1

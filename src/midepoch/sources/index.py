@@ -63,6 +63,8 @@ class Index:
     row_bytes: float = 0.0
     snapshot: str = ""
     """The snapshot of a table to which the files belong: ``"delta 3"``."""
+    checksum: int = 0
+    """Checksum of the file from which it was read."""
 
     @cached_property
     def fingerprint(self) -> str:
@@ -252,7 +254,8 @@ def read_index(path: Path) -> Index | None:
         header, stored = json.loads(metadata[b"midepoch"]), metadata.get(b"midepoch_files", b"")
         if header["version"] != VERSION:
             return None
-        if zlib.crc32(stored, zlib.crc32(metadata[b"midepoch"])) != int(metadata[b"midepoch_crc"]):
+        checksum = zlib.crc32(stored, zlib.crc32(metadata[b"midepoch"]))
+        if checksum != int(metadata[b"midepoch_crc"]):
             raise ValueError("its header is damaged")
         # Not Array.to_numpy: it would import pandas, which takes longer than the rest of opening a dataset.
         arrays = [np.frombuffer(column.chunk(0).buffers()[1], np.int64) for column in table.columns]
@@ -286,6 +289,7 @@ def read_index(path: Path) -> Index | None:
         kept,
         header["row_bytes"],
         header.get("snapshot", ""),
+        checksum,
     )
 
 

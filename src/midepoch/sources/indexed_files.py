@@ -114,6 +114,8 @@ class IndexedFiles(Sequence[IndexedFile]):
     @property
     def with_broken_lines(self) -> list[IndexedFile]:
         """The files that have unreadable lines."""
+        if not _has_text(self._texts["more"]):
+            return []
         some = [i for i, more in enumerate(_list(self._texts["more"])) if more]
         return [file for file in map(self.__getitem__, some) if file.broken]
 
@@ -189,6 +191,13 @@ def _list(column: Any) -> list[str]:
     if not isinstance(column, pa.Array):
         return list(column)
     return [text.decode() for text in column.to_pylist()]
+
+
+def _has_text(column: Any) -> bool:
+    if not isinstance(column, pa.Array):
+        return any(column)
+    data = column.buffers()[2]
+    return data is not None and data.size > 0
 
 
 def _text(value: Any) -> str:

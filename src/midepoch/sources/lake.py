@@ -10,7 +10,7 @@ import hashlib
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -50,6 +50,16 @@ class Request:
     skip_damage: bool
     find: Callable[[], DataFiles]
 
+    @cached_property
+    def found(self) -> DataFiles:
+        """The files, listed once."""
+        return self.find()
+
+    @property
+    def is_listed(self) -> bool:
+        """True after the files were listed."""
+        return "found" in self.__dict__
+
     @property
     def plain(self) -> bool:
         """True if all rows and columns of the files are requested."""
@@ -78,13 +88,17 @@ def open_lake(
 ) -> Index:
     """Return the index: read if it is fresh (by one listing; ``validate=False`` skips the check), else built."""
     index = _opened(request, index_dir, force, validate, progress)
+    warn_of_broken_lines(request.store, index)
+    return index
+
+
+def warn_of_broken_lines(store: Store, index: Index) -> None:
     for file in index.files.with_broken_lines:
         more = ", …" if file.broken > len(file.broken_lines) else ""
         _log.warning(
-            "%s: skipped %d line%s that cannot be read: %s%s", request.store.name(file.path), file.broken,
+            "%s: skipped %d line%s that cannot be read: %s%s", store.name(file.path), file.broken,
             "s" * (file.broken > 1), ", ".join(map(str, file.broken_lines)), more,
         )  # fmt: skip
-    return index
 
 
 def _opened(request: Request, index_dir: Path | None, force: bool, validate: bool, progress: Progress | None) -> Index:
@@ -92,7 +106,7 @@ def _opened(request: Request, index_dir: Path | None, force: bool, validate: boo
     index = None if force else read_index(path)
     if index is not None and not validate:
         return index
-    found = request.find()
+    found = request.found
     if index is not None and _fresh(index, found):
         return index
     if index is not None and (earlier := found.store.earlier):
@@ -120,10 +134,10 @@ def can_be_mapped(request: Request, index_dir: Path | None, *, force: bool, vali
     """Return True for plain local Arrow files, unless a fresh index shows that they have to be decoded."""
     path = request.index_path(index_dir)
     indexed = not force and path.exists()
-    if not (request.store.local and request.plain) or (indexed and not validate) or request.find().format != "arrow":
+    if not (request.store.local and request.plain) or (indexed and not validate) or request.found.format != "arrow":
         return False
     index = read_index(path) if indexed else None
-    return index is None or not _fresh(index, request.find())
+    return index is None or not _fresh(index, request.found)
 
 
 def _fresh(index: Index, found: DataFiles) -> bool:

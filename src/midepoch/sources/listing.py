@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable
 from itertools import repeat
 
 import pyarrow.fs as fs
@@ -52,13 +51,18 @@ def stat(store: Store, path: str) -> Entry | None:
 
 
 def below(store: Store, folder: str) -> list[Entry]:
-    return _walk(folder) if store.local else store.list(folder.rstrip("/"))
+    if not store.local:
+        return store.list(folder.rstrip("/"))
+    # Ten thousand entries take 10 ms less than by a call for each.
+    return list(map(Entry._make, zip(*walked(folder), repeat(""), strict=False)))
 
 
-def _walk(folder: str) -> list[Entry]:
-    """Return all files below a local folder, including linked folders, each folder once."""
+def walked(folder: str) -> tuple[list[str], list[int], list[int]]:
+    """Return all files below a local folder, including linked folders, each folder once: paths, sizes and times."""
     seen: set[tuple[int, int]] = set()
-    found: list[Entry] = []
+    paths: list[str] = []
+    sizes: list[int] = []
+    times: list[int] = []
     todo = [folder]
     links: list[str] = []
     while todo or links:
@@ -73,18 +77,15 @@ def _walk(folder: str) -> list[Entry]:
             continue  # a link to a parent, or to a folder already visited
         seen.add((stat.st_dev, stat.st_ino))
         files = [entry for entry in entries if entry.is_file()]
-        found += _entries([entry.path for entry in files], [entry.stat() for entry in files])
+        stats = [entry.stat() for entry in files]
+        paths += [entry.path for entry in files]
+        sizes += [each.st_size for each in stats]
+        times += [each.st_mtime_ns for each in stats]
         if len(files) < len(entries):
             for entry in entries:
                 if entry.is_dir():
                     (links if entry.is_symlink() else todo).append(entry.path)
-    return found
-
-
-def _entries(paths: list[str], stats: list[os.stat_result]) -> Iterable[Entry]:
-    """Return entries. Ten thousand of them take 10 ms less than by a call for each."""
-    sizes, times = [each.st_size for each in stats], [each.st_mtime_ns for each in stats]
-    return map(Entry._make, zip(paths, sizes, times, repeat(""), strict=False))
+    return paths, sizes, times
 
 
 def all_visible(found: list[Entry], root: str) -> list[Entry]:

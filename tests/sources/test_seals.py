@@ -1,0 +1,262 @@
+"""Files are chosen once for each listing: a seal confirms the choice of the last opening, and never an older one."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+import media_files
+import midepoch
+from data import write_arrow
+from midepoch.sources import listing, seals
+from midepoch.sources.lake import Request
+from shard_files import write_mds
+from token_files import write_megatron
+
+Open = Callable[[], midepoch.Dataset]
+
+
+def write(path: Path, ids: range) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    table = pa.table({"id": list(ids)})
+    write_arrow(path, table, 4) if path.suffix == ".arrow" else pq.write_table(table, path)
+    return path
+
+
+def ids(ds: midepoch.Dataset) -> list[int]:
+    return [row["id"] for row in ds]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    for number in range(3):
+        write(tmp_path / "data" / f"part-{number}.parquet", range(10 * number, 10 * number + 10))
+    return tmp_path / "data"
+
+
+@pytest.fixture
+def chosen(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The requests whose files were chosen."""
+    found: list[str] = []
+    find = Request.found.func  # type: ignore[attr-defined]
+
+    def counted(request: Request) -> Any:
+        found.append(request.paths[0])
+        request.__dict__["found"] = result = find(request)
+        return result
+
+    monkeypatch.setattr(Request, "found", property(lambda self: self.__dict__.get("found") or counted(self)))
+    return found
+
+
+def seal() -> Path:
+    return next(Path(os.environ["MIDEPOCH_CACHE"]).glob("*.midepoch-seal"))
+
+
+@pytest.fixture(autouse=True)
+def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MIDEPOCH_CACHE", str(tmp_path / "cache"))
+
+
+def ways(folder: Path) -> dict[str, Open]:
+    files = sorted(map(str, folder.glob("part-*")))
+    return {
+        "folder": lambda: midepoch.from_files(folder),
+        "glob": lambda: midepoch.from_files(f"{folder}/part-*"),
+        "deep glob": lambda: midepoch.from_files(f"{folder.parent}/**/part-*"),
+        "list": lambda: midepoch.from_files(files),
+        "braces": lambda: midepoch.from_files(f"{folder}/part-{{0..2}}{Path(files[0]).suffix}"),
+        "filter": lambda: midepoch.from_files(folder, filters=[("id", ">=", 5)]),
+        "format": lambda: midepoch.from_files(folder, format=Path(files[0]).suffix[1:]),
+    }
+
+
+@pytest.mark.parametrize("suffix", [".parquet", ".arrow"])
+@pytest.mark.parametrize("way", ["folder", "glob", "deep glob", "list", "braces", "filter", "format"])
+def test_files_are_chosen_again_only_if_the_listing_differs(
+    tmp_path: Path, chosen: list[str], way: str, suffix: str
+) -> None:
+    folder = tmp_path / "data"
+    paths = [write(folder / f"part-{i}{suffix}", range(10 * i, 10 * i + 10)) for i in range(3)]
+    open_ = ways(folder)[way]
+    first = open_()
+    assert len(chosen) == 1
+    again = open_()
+    assert len(chosen) == 1
+    assert ids(again) == ids(first)
+    assert again.pipeline.leaf.source.fingerprint == first.pipeline.leaf.source.fingerprint
+    stat = paths[1].stat()
+    write(paths[1], range(50, 60))  # of the same size, at another time
+    assert ids(open_())[-20:] == [*range(50, 60), *range(20, 30)]
+    assert len(chosen) == 2
+    write(paths[1], range(500, 700))
+    os.utime(paths[1], ns=(stat.st_atime_ns, stat.st_mtime_ns))  # of another size, at the same time
+    assert set(range(500, 700)) <= set(ids(open_()))
+    assert len(chosen) == 3
+    open_()
+    assert len(chosen) == 3
+
+
+def test_new_removed_and_renamed_files_are_seen(folder: Path, tmp_path: Path, chosen: list[str]) -> None:
+    linked = write(tmp_path / "elsewhere" / "x.parquet", range(100, 110)).parent
+    (folder / "linked").symlink_to(linked)
+    open_: Open = lambda: midepoch.from_files(folder)  # noqa: E731
+    changes: list[tuple[Callable[[], object], int]] = [
+        (lambda: None, 40),
+        (lambda: write(folder / "part-3.parquet", range(5)), 45),
+        (lambda: write(folder / "deep" / "part.parquet", range(6)), 51),
+        (lambda: write(linked / "y.parquet", range(7)), 58),
+        (lambda: (folder / "part-0.parquet").unlink(), 48),
+        (lambda: (folder / "README.md").write_text("it is chosen again, but nothing changes"), 48),
+    ]
+    for number, (change, rows) in enumerate(changes, 1):
+        change()
+        for _ in range(2):
+            assert len(open_()) == rows
+            assert len(chosen) == number
+    (folder / "part-1.parquet").rename(folder / "part-9.parquet")
+    assert ids(open_())[-10:] == list(range(10, 20))
+
+
+def test_a_seal_is_of_one_index(folder: Path, chosen: list[str]) -> None:
+    """The data of the last but one opening is back, with the same times, but the index is not of that data."""
+    midepoch.from_files(folder)
+    kept, sealed = folder.with_name("kept"), seal().read_bytes()
+    shutil.copytree(folder, kept)
+    write(folder / "part-1.parquet", range(70, 80))
+    assert 70 in ids(midepoch.from_files(folder))
+    shutil.copy2(kept / "part-1.parquet", folder / "part-1.parquet")
+    seal().write_bytes(sealed)
+    assert ids(midepoch.from_files(folder)) == list(range(30))
+    assert len(chosen) == 3
+
+
+@pytest.mark.parametrize("damage", ["empty", "no json", "a list", "other version", "no index", "missing index"])
+def test_a_seal_that_cannot_be_used_is_replaced(folder: Path, chosen: list[str], damage: str) -> None:
+    midepoch.from_files(folder)
+    path = seal()
+    contents = json.loads(path.read_bytes())
+    {
+        "empty": lambda: path.write_bytes(b""),
+        "no json": lambda: path.write_bytes(b"\xff{"),
+        "a list": lambda: path.write_text("[1]"),
+        "other version": lambda: path.write_text(json.dumps({**contents, "version": "0.0.1"})),
+        "no index": lambda: path.write_text(json.dumps({"version": contents["version"]})),
+        "missing index": lambda: path.with_name(contents["index"]).unlink(),
+    }[damage]()
+    for _ in range(2):
+        assert ids(midepoch.from_files(folder)) == list(range(30))
+    assert len(chosen) == 2
+
+
+def test_warnings_are_repeated_until_their_reason_is_gone(
+    folder: Path, chosen: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    write(folder / "train" / "a.parquet", range(3))
+    write(folder / "test" / "a.parquet", range(3))
+    for number in range(1, 4):
+        midepoch.from_files(folder)
+        assert sum("contains the splits" in message for message in caplog.messages) == number == len(chosen)
+    shutil.rmtree(folder / "test")
+    caplog.clear()
+    for number in (4, 5, 5):
+        midepoch.from_files(folder)
+        assert len(chosen) == number
+    assert not caplog.messages
+
+
+def test_skipped_lines_are_named_by_every_opening(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "a.jsonl").write_text('{"id": 1}\n{"id": \n{"id": 2}\n')
+    for number in range(1, 4):
+        assert ids(midepoch.from_files(tmp_path / "a.jsonl", on_error="skip")) == [1, 2]
+        assert sum("skipped 1 line" in message for message in caplog.messages) == number
+
+
+def test_manifests_are_not_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_mds(tmp_path / "mds", {"id": "int"}, [{"id": i} for i in range(20)], shard=5)
+    assert ids(midepoch.from_files(tmp_path / "mds")) == list(range(20))
+    for module in (seals, listing):
+        monkeypatch.setattr(module, "walked", lambda folder: pytest.fail("the folder was listed"))
+    assert ids(midepoch.from_files(tmp_path / "mds")) == list(range(20))
+    write_mds(tmp_path / "mds", {"id": "int"}, [{"id": i} for i in range(40)], shard=5)
+    assert ids(midepoch.from_files(tmp_path / "mds")) == list(range(40))
+
+
+def test_manifests_may_name_files_that_are_elsewhere(tmp_path: Path) -> None:
+    """Only files that were looked at can be sealed."""
+    data = write(tmp_path / "data" / "a.parquet", range(10))
+    look = seals.look_at([str(tmp_path / "empty")])
+    assert look is None
+    (tmp_path / "empty").mkdir()
+    look = seals.look_at([str(tmp_path / "empty")])
+    assert look is not None and look.digest
+    request = midepoch.sources.files.find_files(data)
+    assert not look.contains(request)
+    look = seals.look_at([str(data.parent)])
+    assert look is not None and look.contains(request)
+    os.utime(data, ns=(1, 1))
+    assert not look.contains(midepoch.sources.files.find_files(data))
+
+
+def test_media_and_tokens_are_sealed(tmp_path: Path, chosen: list[str], caplog: pytest.LogCaptureFixture) -> None:
+    media_files.write(tmp_path / "images", ["a/1.png", "b/2.png"])
+    np.save(tmp_path / "tokens.npy", np.arange(32, dtype=np.uint16))
+    for _ in range(2):
+        assert len(midepoch.from_files(tmp_path / "images")) == 2
+        assert len(midepoch.from_tokens(tmp_path / "tokens.npy", 8)) == 4
+    assert len(chosen) == 2
+    (tmp_path / "images" / "metadata.csv").write_text("file_name,text\na/1.png,x\nb/2.png,y\n")
+    media_files.write(tmp_path / "images", ["c/3.png"])
+    with caplog.at_level(logging.WARNING):
+        assert midepoch.from_files(tmp_path / "images").column_names != ["image", "label"]
+
+
+def test_no_validation_and_a_forced_index(folder: Path, chosen: list[str]) -> None:
+    midepoch.from_files(folder, validate=False)
+    midepoch.from_files(folder, validate=False)
+    assert len(chosen) == 1
+    midepoch.from_files(folder)  # the first one that looks
+    midepoch.from_files(folder)
+    assert len(chosen) == 2
+    midepoch.from_files(folder, force_reindex=True)
+    assert len(chosen) == 3
+    midepoch.from_files(folder)
+    assert len(chosen) == 3
+
+
+def test_the_index_may_be_beside_the_data(folder: Path, chosen: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder)
+    for index_dir in (folder / ".index", ".other"):
+        for _ in range(3):
+            assert len(midepoch.from_files(folder, index_dir=index_dir)) == 30
+    assert len(chosen) == 2
+
+
+def test_prefixes_are_stated_each_time(tmp_path: Path, chosen: list[str]) -> None:
+    prefixes = [write_megatron(tmp_path / name, [[[1, 2]]] * 3) for name in "ab"]
+    for number in range(1, 4):
+        assert len(midepoch.from_megatron(prefixes)) == 6
+        assert len(chosen) == number
+        assert not list(Path(os.environ["MIDEPOCH_CACHE"]).glob("*.midepoch-seal"))
+    for _ in range(3):
+        assert len(midepoch.from_megatron(tmp_path)) == 6
+    assert len(chosen) == 4
+
+
+def test_a_folder_that_cannot_be_written_needs_no_seal(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(seals, "atomic_write", full)
+    for _ in range(2):
+        assert len(midepoch.from_files(folder)) == 30
