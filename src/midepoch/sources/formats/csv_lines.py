@@ -98,7 +98,8 @@ def _header(store: Store, entry: Entry) -> tuple[list[str], int]:
             end = blank + int(ends[0]) if len(ends) else 0
     if not head.strip():
         raise FormatError(
-            f"{store.name(entry.path)}: the file is empty: it has no header with names of columns. Write it again, or remove it."
+            f"{store.name(entry.path)}: the file is empty: it has no header with names of columns. Write it again, or "
+            "remove it."
         )
     if not end and (len(head) >= _HEADER or not is_closed(head[blank:], delimiter)):
         raise FormatError(
