@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import midepoch
 from midepoch.checkpoint import PipelineCheckpoint
+from midepoch.distributed import rendezvous
 
 
 def even(row: dict[str, Any]) -> bool:
@@ -101,11 +103,19 @@ def shifted(ds: Any, other: Any, kind: str) -> list[int]:
     return found
 
 
-def waiting(ds: Any, other: Any) -> str:
-    """What is raised by ranks that differ, and whose loaders have different numbers: each waits for the other."""
+def waiting(ds: Any, other: Any, late: float) -> str:
+    """What is raised by ranks that differ, and whose loaders have different numbers: each waits for the other.
+
+    One of them notices it first, by any part of the time between two looks.
+    """
     if dist.get_rank() == 0:
         other.loader(2, last_batch="pad")
     loader = ds.take(36 - dist.get_rank()).filter(even).loader(6, last_batch="drop")
+    if dist.get_rank() == 1:
+        other.loader(2, last_batch="pad")
+    dist.barrier()
+    if dist.get_rank() == 0:
+        time.sleep(late)
     found = "nothing was raised"
     try:
         list(loader)
@@ -148,12 +158,14 @@ def main(out: str, data: str, other: str) -> None:
     ds, others = ds.select_columns("id"), others.select_columns("id")
     told: dict[str, Any] = {}
     if dist.get_world_size() == 2:
+        # First: ranks that have made other loaders before may be refused for those.
+        rendezvous._LOOK, rendezvous._SURE = 0.2, 1.0
+        told["waiting"] = [waiting(ds, others, late) for late in (0.0, 0.08, 0.16, 0.3)]
         # Batches of another size for each: a loader that another rank has made, too, is none that differs.
-        told = {name: refused(make, ds, others, 2 + i % 8) for i, (name, make) in enumerate(DIFFERING.items())}
+        told |= {name: refused(make, ds, others, 2 + i % 8) for i, (name, make) in enumerate(DIFFERING.items())}
         alike = ds.shuffle(1)
         told["alike"] = refused(lambda *_: alike.loader(2), ds, others)
         told |= {f"shifted {kind}": shifted(ds, others, kind) for kind in ("dataset", "stream")}
-        told["waiting"] = waiting(ds, others)
         told["saved"] = saved(Path(out) / "checkpoint", ds)
     else:
         told = {ends: of_mesh(ds, ends) for ends in ("pad", "drop")}

@@ -6,12 +6,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from threading import Thread
 
 import pytest
 from differing_job import DIFFERING
 from test_torchrun import HERE, read
 
+from forks import forked
 from launch import Launch
+from midepoch.distributed import keyvalue
 from midepoch.distributed.rendezvous import differences
 
 
@@ -34,7 +37,9 @@ def test_ranks_that_differ_are_refused(data: tuple[str, str], tmp_path: Path, la
     assert [one["shifted dataset"] for one in told] == [[6, 6], [6]]
     assert [one["shifted stream"] for one in told] == [[2, 6], [2]]
     for one in told:
-        assert one["waiting"].startswith("the ranks do not load the same"), one["waiting"]
+        assert len(one["waiting"]) == 4
+        for text in one["waiting"]:
+            assert text.startswith("the ranks do not load the same data and wait for each other: rows is 36 "), text
     assert all("scope is rows on rank 0 and window on rank 1" in one["saved"] for one in told), told
 
 
@@ -67,3 +72,30 @@ def test_differences_show_where_long_values_differ() -> None:
     )
     assert "filter(a) on rank 0" in found and "filter(b) on rank 2" in found and len(found) < 400
     assert differences({0: {"epoch": 1}, 1: {"epoch": 1, "position": 3}}) == ""
+
+
+def test_a_name_that_is_deleted_meanwhile_is_not_waited_for() -> None:
+    """A rank that continues deletes its note while another one looks at it."""
+
+    def look() -> bool:
+        import torch.distributed as dist
+
+        store = dist.TCPStore("127.0.0.1", 0, 1, is_master=True)
+        dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+        other = keyvalue._store().clone()  # another connection, as another process has it
+        done = False
+
+        def write() -> None:
+            while not done:
+                other.set("name", "value")
+                other.delete_key("name")
+
+        writer = Thread(target=write)
+        writer.start()
+        found = {keyvalue.get("name") for _ in range(5000)}
+        done = True
+        writer.join()
+        keyvalue.put("name", "value")
+        return found == {None, "value"} and keyvalue.get("name") == "value" and keyvalue.get("other") is None
+
+    assert forked(look) == 0

@@ -10,6 +10,8 @@ from typing import Any
 from midepoch.distributed.world import jax_processes, process_group
 
 _JAX_TIMEOUT_MS = 60_000
+_UNSET = "midepoch: unset"
+"""What a store answers to the comparison of a name that is not set. No value is equal to it."""
 
 
 def connected() -> int:
@@ -56,7 +58,9 @@ def get(name: str) -> str | None:
     """Return the value of a name. None if it is not set yet, or if there is no store."""
     if (store := _store()) is not None:
         try:
-            return str(store.get(name).decode()) if store.check([name]) else None
+            # Not store.get(): it waits for a name that another process deletes after a check that it is set.
+            found = str(store.compare_set(name, _UNSET, _UNSET).decode())
+            return None if found == _UNSET else found
         except (NotImplementedError, RuntimeError) as problem:
             if _is_no_store(problem):
                 return None
