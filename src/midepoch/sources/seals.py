@@ -96,7 +96,8 @@ class Look:
     @cached_property
     def digest(self) -> str:
         digest = hashlib.blake2b("\0".join(self.paths).encode("utf-8", "surrogateescape"), digest_size=16)
-        digest.update(array("q", [len(self.sizes), *self.sizes, *self.times]).tobytes())
+        digest.update(array("q", self.sizes))
+        digest.update(array("q", self.times))
         return digest.hexdigest()
 
     def contains(self, found: DataFiles) -> bool:
