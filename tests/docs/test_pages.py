@@ -37,6 +37,16 @@ def programs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="module")
+def forks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Forks]:
+    """Runs pages, many of which import the same large packages. Those of Hugging Face read HF_HOME at that time."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HF_HOME", str(tmp_path_factory.mktemp("hf")))
+        started = Forks("torch", "torch._dynamo", "pyarrow.parquet", "pandas", "transformers.trainer", "lightning")
+    with started as forks:
+        yield forks
+
+
 @pytest.fixture
 def store(tmp_path: Path) -> Iterator[dict[str, str]]:
     """The settings for a real object store; what lies in the folder "store" of a page lies in it."""
@@ -52,7 +62,7 @@ def store(tmp_path: Path) -> Iterator[dict[str, str]]:
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_page(page: str, tmp_path: Path, programs: Path, torch_forks: Forks, request: pytest.FixtureRequest) -> None:
+def test_page(page: str, tmp_path: Path, programs: Path, forks: Forks, request: pytest.FixtureRequest) -> None:
     if not blocks_of(ROOT / page):
         return
     # Caches of its own: pages have datasets of one name and different contents.
@@ -61,7 +71,10 @@ def test_page(page: str, tmp_path: Path, programs: Path, torch_forks: Forks, req
     if "s3://" in (ROOT / page).read_text():
         settings |= request.getfixturevalue("store")
     script = str(Path(__file__).with_name("page.py"))
-    [done] = torch_forks.run([script, str(ROOT / page), str(programs)], cwd=tmp_path, env=settings)
+    of_hub = "hf://" in (ROOT / page).read_text()  # the settings of the Hub are read when a package of it is imported
+    [done] = (request.getfixturevalue("torch_forks") if of_hub else forks).run(
+        [script, str(ROOT / page), str(programs)], cwd=tmp_path, env=settings
+    )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
 
 
