@@ -118,14 +118,16 @@ KINDS: dict[str, Callable[[midepoch.Dataset, Path], Made]] = {
 }
 
 
+@pytest.mark.parametrize("apart", [3, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_interrupt_anywhere_loses_no_batch(
-    kind: str, make_files: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    kind: str, apart: int, make_files: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """At every place, or at every third."""
     ds = midepoch.from_files(make_files([12])).select_columns("id").shuffle(seed=1).with_format("numpy")
     expected = [ids for batch in KINDS[kind](ds, tmp_path / "whole")[0] for ids in row_ids(batch)]
     places = 0
-    for number in itertools.count(1):
+    for number in itertools.count(1, apart):
         run = tmp_path / str(number)
         source, go_through = KINDS[kind](ds, run)
         delivered: list[int] = []
