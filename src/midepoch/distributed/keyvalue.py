@@ -11,7 +11,7 @@ from midepoch.distributed.world import jax_processes, process_group
 
 _JAX_TIMEOUT_MS = 60_000
 _UNSET = "midepoch: unset"
-"""What a store answers to the comparison of a name that is not set. No value is equal to it."""
+"""Answer of a store to the comparison of a name that is not set. No value is equal to it."""
 
 
 def connected() -> int:
