@@ -156,7 +156,11 @@ SOURCES: dict[str, Entry] = {
         midepoch.from_files,
         by_id,
     ),
-    "images": Entry(write_images, midepoch.from_files, lambda row: int(np.asarray(row["image"])[0, 0] @ [256, 1, 0])),
+    "images": Entry(
+        write_images,
+        lambda folder: midepoch.from_files(folder).decode("image"),
+        lambda row: int(np.asarray(row["image"])[:, 0, 0] @ [256, 1, 0]),
+    ),
     "dict": Entry(write_ids, lambda folder: midepoch.from_dict({"id": read_ids(folder)}), by_id),
     "generator": Entry(
         write_ids, lambda folder: midepoch.from_generator(generate, gen_kwargs={"ids": read_ids(folder)}), by_id
