@@ -99,3 +99,30 @@ def test_a_name_that_is_deleted_meanwhile_is_not_waited_for() -> None:
         return found == {None, "value"} and keyvalue.get("name") == "value" and keyvalue.get("other") is None
 
     assert forked(look) == 0
+
+
+def test_stores_that_cannot_compare(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As torch's store of etcd, which has no other methods than these."""
+    import torch.distributed as dist
+
+    class Plain(dist.Store):
+        def __init__(self) -> None:
+            super().__init__()
+            self.values: dict[str, bytes] = {}
+
+        def set(self, name: str, value: str) -> None:
+            self.values[name] = value.encode()
+
+        def get(self, name: str) -> bytes:
+            return self.values[name]
+
+        def check(self, names: list[str]) -> bool:
+            return all(name in self.values for name in names)
+
+    store = Plain()
+    monkeypatch.setattr(keyvalue, "_store", lambda: store)
+    assert keyvalue.get("name") is None and keyvalue.put_first("name", "first") is None
+    keyvalue.put("name", "value")
+    assert keyvalue.get("name") == "value" and keyvalue.all_set(["name"])
+    monkeypatch.setattr(keyvalue, "_store", lambda: dist.Store())
+    assert keyvalue.get("name") is None

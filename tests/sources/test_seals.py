@@ -18,9 +18,12 @@ import pytest
 import media_files
 import midepoch
 from data import write_arrow
+from midepoch.errors import DataNotFoundError, FormatError
 from midepoch.sources import listing, seals
+from midepoch.sources.addresses import resolve
+from midepoch.sources.files import find_files
 from midepoch.sources.lake import Request
-from shard_files import write_mds
+from shard_files import write_litdata, write_mds
 from token_files import write_megatron
 
 Open = Callable[[], midepoch.Dataset]
@@ -64,8 +67,8 @@ def seal() -> Path:
 
 
 @pytest.fixture(autouse=True)
-def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MIDEPOCH_CACHE", str(tmp_path / "cache"))
+def _cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MIDEPOCH_CACHE", str(tmp_path_factory.mktemp("cache")))
 
 
 def ways(folder: Path) -> dict[str, Open]:
@@ -141,7 +144,20 @@ def test_a_seal_is_of_one_index(folder: Path, chosen: list[str]) -> None:
     assert len(chosen) == 3
 
 
-@pytest.mark.parametrize("damage", ["empty", "no json", "a list", "other version", "no index", "missing index"])
+@pytest.mark.parametrize(
+    "damage",
+    [
+        "empty",
+        "no json",
+        "a list",
+        "other version",
+        "no index",
+        "missing index",
+        "number",
+        "path",
+        "no name",
+    ],
+)
 def test_a_seal_that_cannot_be_used_is_replaced(folder: Path, chosen: list[str], damage: str) -> None:
     midepoch.from_files(folder)
     path = seal()
@@ -152,6 +168,9 @@ def test_a_seal_that_cannot_be_used_is_replaced(folder: Path, chosen: list[str],
         "a list": lambda: path.write_text("[1]"),
         "other version": lambda: path.write_text(json.dumps({**contents, "version": "0.0.1"})),
         "no index": lambda: path.write_text(json.dumps({"version": contents["version"]})),
+        "number": lambda: path.write_text(json.dumps({**contents, "index": 5})),
+        "path": lambda: path.write_text(json.dumps({**contents, "index": "../x"})),
+        "no name": lambda: path.write_text(json.dumps({**contents, "index": ""})),
         "missing index": lambda: path.with_name(contents["index"]).unlink(),
     }[damage]()
     for _ in range(2):
@@ -192,20 +211,76 @@ def test_manifests_are_not_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert ids(midepoch.from_files(tmp_path / "mds")) == list(range(40))
 
 
-def test_manifests_may_name_files_that_are_elsewhere(tmp_path: Path) -> None:
-    """Only files that were looked at can be sealed."""
+def test_only_files_that_were_looked_at_are_sealed(tmp_path: Path) -> None:
     data = write(tmp_path / "data" / "a.parquet", range(10))
-    look = seals.look_at([str(tmp_path / "empty")])
-    assert look is None
+    found, (store, _) = find_files(data), resolve(str(data))
+
+    def look(path: Path) -> seals.Look | None:
+        return seals.look_at(store, [str(path)], tmp_path / "cache")
+
+    assert look(tmp_path / "empty") is None
     (tmp_path / "empty").mkdir()
-    look = seals.look_at([str(tmp_path / "empty")])
-    assert look is not None and look.digest
-    request = midepoch.sources.files.find_files(data)
-    assert not look.contains(request)
-    look = seals.look_at([str(data.parent)])
-    assert look is not None and look.contains(request)
+    empty, whole = look(tmp_path / "empty"), look(data.parent)
+    assert empty is not None and whole is not None
+    assert whole.contains(found) and not empty.contains(found)
     os.utime(data, ns=(1, 1))
-    assert not look.contains(midepoch.sources.files.find_files(data))
+    assert not whole.contains(find_files(data))
+
+
+def test_what_is_outside_of_the_folder_is_seen(tmp_path: Path) -> None:
+    """The log of a table in a folder above, as it is made by CONVERT TO DELTA, and a manifest beside named files."""
+    part = write(tmp_path / "table" / "p=1" / "a.parquet", range(3)).parent
+    tokens = tmp_path / "tokens" / "chunk-0-0.bin"
+    tokens.parent.mkdir()
+    np.arange(64, dtype=np.uint16).tofile(tokens)
+    ways: list[Open] = [
+        lambda: midepoch.from_files(part),
+        lambda: midepoch.from_files(f"{part}/*.parquet"),
+        lambda: midepoch.from_tokens(tokens, 8, dtype="uint16"),
+    ]
+    for open_ in [*ways, *ways]:
+        open_()
+    log = tmp_path / "table" / "_delta_log"
+    log.mkdir()
+    (log / f"{0:020d}.json").write_text("{}")
+    write_litdata(tokens.parent, [{"id": 1}])
+    np.arange(64, dtype=np.uint16).tofile(tokens)
+    for open_ in ways:
+        with pytest.raises(FormatError):
+            open_()
+
+
+def test_names_with_braces_and_brackets(tmp_path: Path) -> None:
+    """A path may mean another file after a file or a folder of that very name appeared."""
+    write(tmp_path / "a1.parquet", range(1)), write(tmp_path / "a2.parquet", range(2))
+    write(tmp_path / "run1" / "x.parquet", range(4))
+    for path, rows in (("a{1,2}.parquet", 3), ("run[1]/*.parquet", 4)):
+        for _ in range(2):
+            assert len(midepoch.from_files(tmp_path / path)) == rows
+    write(tmp_path / "a{1,2}.parquet", range(7))
+    assert len(midepoch.from_files(tmp_path / "a{1,2}.parquet")) == 7
+    (tmp_path / "run[1]").mkdir()
+    with pytest.raises(DataNotFoundError):
+        midepoch.from_files(tmp_path / "run[1]" / "*.parquet")
+    write(tmp_path / "run[1]" / "x.parquet", range(5))
+    for _ in range(2):
+        assert len(midepoch.from_files(tmp_path / "run[1]" / "*.parquet")) == 5
+    assert seals.look_at(resolve(str(tmp_path))[0], [f"{tmp_path}/run[1]/*.parquet"], tmp_path / "cache") == seals.Look(
+        [f"{tmp_path}/run[1]"], *listing.walked(f"{tmp_path}/run[1]")
+    )
+
+
+def test_a_look_that_fails_is_none(folder: Path, tmp_path: Path) -> None:
+    write_mds(tmp_path / "mds", {"id": "int"}, [{"id": 1}])
+    for place in (folder, tmp_path / "mds"):
+        (place / "loop").symlink_to("loop")
+    os.utime((folder / "README.md").touch() or folder / "README.md", ns=(0, 1 << 63))
+    for _ in range(2):
+        assert ids(midepoch.from_files(tmp_path / "mds")) == [1]
+        assert len(midepoch.from_files(f"{folder}/part-*")) == 30
+    store = resolve(str(folder))[0]
+    assert seals.look_at(store, [str(folder / "none")], tmp_path) is None
+    assert seals.look_at(store, [f"{folder}/part-0.parquet/x*"], tmp_path) is None
 
 
 def test_media_and_tokens_are_sealed(tmp_path: Path, chosen: list[str], caplog: pytest.LogCaptureFixture) -> None:
@@ -235,11 +310,14 @@ def test_no_validation_and_a_forced_index(folder: Path, chosen: list[str]) -> No
 
 
 def test_the_index_may_be_beside_the_data(folder: Path, chosen: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """It changes with every index, so that the files are chosen each time."""
     monkeypatch.chdir(folder)
-    for index_dir in (folder / ".index", ".other"):
+    for index_dir in (folder / "index", ".other", folder):
         for _ in range(3):
             assert len(midepoch.from_files(folder, index_dir=index_dir)) == 30
-    assert len(chosen) == 2
+    assert len(chosen) == 9 and not list(folder.glob("**/*-seal"))
+    write(folder / "index" / "new.parquet", range(5))
+    assert len(midepoch.from_files(folder, index_dir=folder / "index")) == 35
 
 
 def test_prefixes_are_stated_each_time(tmp_path: Path, chosen: list[str]) -> None:

@@ -62,6 +62,11 @@ def get(name: str) -> str | None:
             found = str(store.compare_set(name, _UNSET, _UNSET).decode())
             return None if found == _UNSET else found
         except (NotImplementedError, RuntimeError) as problem:
+            if not _is_no_store(problem):
+                raise
+        try:  # some stores cannot compare
+            return str(store.get(name).decode()) if store.check([name]) else None
+        except (NotImplementedError, RuntimeError) as problem:
             if _is_no_store(problem):
                 return None
             raise

@@ -38,7 +38,7 @@ def quiet_tokenizers() -> Iterator[None]:
         yield
     finally:
         for name in added:
-            del os.environ[name]
+            os.environ.pop(name, None)
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,9 @@ class Packed:
 
     def send(self, connection: Connection, fd: int | None, process: int) -> None:
         """Send the objects to a worker, and the environment. Raise OSError if it has exited."""
-        connection.send_bytes(pickle.dumps((self._sizes, _QUIET | dict(os.environ))))
+        # Another thread that starts a worker may delete a variable meanwhile.
+        environment = {name: value for name in list(os.environ) if (value := os.environ.get(name)) is not None}
+        connection.send_bytes(pickle.dumps((self._sizes, _QUIET | environment)))
         if fd is not None:
             send_handle(connection, fd, process)
         connection.send_bytes(self.data)
@@ -94,7 +96,9 @@ def receive(connection: Connection) -> Any:
     sizes, environment = pickle.loads(connection.recv_bytes())
     for name in os.environ.keys() - environment.keys():
         del os.environ[name]
-    os.environ.update(environment)
+    for name, value in environment.items():
+        if os.environ.get(name) != value:
+            os.environ[name] = value
     buffers = []
     if sizes:
         fd = recv_handle(connection)

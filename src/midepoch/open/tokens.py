@@ -164,7 +164,7 @@ def _opened(
         return known, store
     with shown("indexing", "files") as report:
         index = open_lake(request, index_dir=folder, force=force, validate=validate or always, progress=report)
-    if request.is_listed:
+    if request.is_listed and not always:
         seal.keep(index)
     return index, store
 

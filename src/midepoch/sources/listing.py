@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 from itertools import repeat
@@ -79,8 +80,13 @@ def walked(folder: str) -> tuple[list[str], list[int], list[int]]:
             seen.add((stat.st_dev, stat.st_ino))
             start = os.path.join(here, "")
             for entry in os.scandir(folder_fd):  # by names, not paths: 8 % faster
-                if entry.is_file():
-                    found = entry.stat()
+                try:
+                    found = entry.stat() if entry.is_file() else None
+                except OSError as problem:
+                    if problem.errno in (errno.ENOENT, errno.ELOOP):
+                        continue  # it was removed meanwhile, or is a link to itself
+                    raise
+                if found is not None:
                     paths.append(start + entry.name)
                     sizes.append(found.st_size)
                     times.append(found.st_mtime_ns)

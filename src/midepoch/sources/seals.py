@@ -1,7 +1,7 @@
 """Seals: how the files of a request looked when it was last opened.
 
-Choosing among the files of a folder takes longer than listing them. The choice follows from the listing, so that it is
-made once for each listing: if all files look as they did then, the same index is opened.
+Choosing among the files of a folder takes longer than listing them. If everything on which the choice depends looks as
+it did then, the choice is the same, and the index of the last opening is opened without it.
 """
 
 from __future__ import annotations
@@ -13,8 +13,7 @@ import stat
 from array import array
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -23,34 +22,44 @@ from midepoch.sources.braces import spelled_out
 from midepoch.sources.files import DataFiles
 from midepoch.sources.index import Index, read_index
 from midepoch.sources.lake import Request, warn_of_broken_lines
-from midepoch.sources.listing import GLOB, walked
+from midepoch.sources.listing import GLOB, existing, walked
+from midepoch.sources.manifests import NAME
 from midepoch.sources.storage import atomic_write
+from midepoch.sources.stores import Store
+from midepoch.sources.table_folders import refuse_part
+
+_DIFFICULT = (OSError, OverflowError, UnicodeError, ValueError)
 
 
 class Seal:
     """The listing of the last opening, and the index that was opened. Only of local files.
 
-    Paths whose choice has to be made every time have a seal without a listing: those that cause a warning, and
-    manifests, whose files are not listed.
+    A seal without a listing says that looking is useless: choosing the files logs a warning, which every opening
+    repeats, or they are named by a manifest, which is read instead of a listing.
     """
 
     def __init__(self, request: Request, index_dir: Path | None) -> None:
         self._path = request.index_path(index_dir).with_suffix(".midepoch-seal")
         self._request = request
         self._known: dict[str, Any] | None = None
-        self._look: Look | None = None
-        self._looked = False
+        self._listing: tuple[Look, str] | None = None
+        """The files and their digest. None if they were not looked at, or cannot be."""
 
     def opened(self, *, force: bool) -> Index | None:
-        """Return the index of the last opening if all files look as they did then. ``force``: only look at them."""
+        """Return the index of the last opening if everything looks as it did then, else None.
+
+        The look is kept for ``keep``. ``force``: return None in any case.
+        """
         if not self._request.store.local:
             return None
         known = self._known = _read(self._path)
         if known is not None and known["listing"] is None and not force:
             return None
         # Before files are chosen: if one changes in between, the listing differs next time.
-        self._look, self._looked = look_at(self._request.paths, os.path.abspath(self._path.parent)), True
-        if force or known is None or self._look is None or known["listing"] != self._look.digest:
+        look = look_at(self._request.store, self._request.paths, self._path.parent)
+        with suppress(*_DIFFICULT):
+            self._listing = None if look is None else (look, look.digest)
+        if force or known is None or self._listing is None or known["listing"] != self._listing[1]:
             return None
         index = read_index(self._path.with_name(known["index"]))
         if index is None or index.checksum != known["checksum"]:
@@ -59,43 +68,50 @@ class Seal:
         return index
 
     def keep(self, index: Index) -> None:
-        """Remember the listing for the index of the files that were found."""
+        """Remember the look of ``opened`` for the index of the files that were found."""
+        found = self._request.found
         if not self._request.store.local or index.path is None:
             return
-        found, look = self._request.found, self._look
-        can_be_sealed = not (found.warned or found.listed)
+        if found.warned or found.listed:
+            listing = None
+        elif self._known is not None and self._known["listing"] is None:
+            with suppress(OSError):
+                self._path.unlink(missing_ok=True)  # looking is useful from now on
+            return
+        elif self._listing is not None and self._listing[0].contains(found):
+            listing = self._listing[1]
+        else:
+            return
+        name = os.path.basename(index.path)
+        seal = {"version": __version__, "listing": listing, "index": name, "checksum": index.checksum}
         with suppress(OSError):
-            if can_be_sealed and not self._looked:
-                self._path.unlink(missing_ok=True)  # a listing can be kept from now on
-            elif look is not None:
-                listing = look.digest if can_be_sealed and look.contains(found) else None
-                name = os.path.basename(index.path)
-                seal = {"version": __version__, "listing": listing, "index": name, "checksum": index.checksum}
-                if seal != self._known:
-                    atomic_write(self._path, json.dumps(seal).encode())
+            if seal != self._known:
+                atomic_write(self._path, json.dumps(seal).encode())
 
 
-@dataclass(frozen=True)
+@dataclass
 class Look:
-    """The files that paths can mean, in the order in which they were listed."""
+    """Everything on which the choice of files depends, in the order in which it was listed.
 
-    paths: list[str]
-    sizes: list[int]
-    times: list[int]
+    ``places``: folders that were listed, and the paths of files that are beside files given by name.
+    """
+
+    places: list[str] = field(default_factory=list)
+    paths: list[str] = field(default_factory=list)
+    sizes: list[int] = field(default_factory=list)
+    times: list[int] = field(default_factory=list)
 
     def add(self, paths: list[str], sizes: list[int], times: list[int]) -> None:
-        self.paths.extend(paths)
-        self.sizes.extend(sizes)
-        self.times.extend(times)
+        self.paths += paths
+        self.sizes += sizes
+        self.times += times
 
-    def without(self, folder: str) -> Look:
-        """Return the files that are not in a folder."""
-        kept = [i for i, path in enumerate(self.paths) if not path.startswith(f"{folder}/")]
-        return Look([self.paths[i] for i in kept], [self.sizes[i] for i in kept], [self.times[i] for i in kept])
-
-    @cached_property
+    @property
     def digest(self) -> str:
-        digest = hashlib.blake2b("\0".join(self.paths).encode("utf-8", "surrogateescape"), digest_size=16)
+        """Digest of all of it. Raise OverflowError for times that are not of this age of the world."""
+        digest = hashlib.blake2b(digest_size=16)
+        for texts in (self.places, self.paths):
+            digest.update("\0".join([str(len(texts)), *texts]).encode("utf-8", "surrogateescape"))
         digest.update(array("q", self.sizes))
         digest.update(array("q", self.times))
         return digest.hexdigest()
@@ -106,34 +122,64 @@ class Look:
         return {entry[:3] for entry in entries} <= set(zip(self.paths, self.sizes, self.times, strict=True))
 
 
-def look_at(paths: Sequence[str], index_dir: str = "") -> Look | None:
-    """Return the files below local folders and globs, and those that are named. None if a path does not exist.
+def look_at(store: Store, paths: Sequence[str], index_dir: Path) -> Look | None:
+    """Return the files below local folders and globs, those that are named, and what decides how they are read.
 
-    The folder of the index may be among them. It changes with every index.
+    None if a seal is of no use: a path that does not exist or cannot be listed, a folder with a manifest, or one that
+    contains the folder of the index, which changes with every index. Raise FormatError for a part of a table.
     """
-    files, folders = Look([], [], []), set[str]()
-    for path in [each for given in paths for each in (spelled_out(given) if "{" in given else None) or [given]]:
-        try:
-            found = os.stat(path)
-        except (OSError, ValueError):
-            glob = GLOB.search(path)
-            if glob is None:
-                return None
-            folders.add(path[: glob.start()].rpartition("/")[0] or "/")
-        else:
-            if stat.S_ISDIR(found.st_mode):
-                folders.add(path)
-            else:
-                files.add([path], [found.st_size], [found.st_mtime_ns])
-    for folder in sorted(folders):
-        files.add(*walked(folder))
-    return files.without(index_dir) if any(map(index_dir.startswith, folders)) else files
+    look = Look()
+    try:
+        beside = look.places
+        for path in [each for given in paths for each in _each(given)]:
+            folder = _folder(store, path, look)
+            if folder is None and os.path.dirname(path) not in beside:
+                beside.append(os.path.dirname(path))
+                manifest = os.path.join(os.path.dirname(path), NAME)
+                if os.path.exists(manifest):
+                    beside.append(manifest)
+            elif folder is not None and folder not in beside:
+                if os.path.exists(os.path.join(folder, NAME)) or _is_below(index_dir, folder):
+                    return None
+                beside.append(folder)
+                refuse_part(store, folder)
+                look.add(*walked(folder))
+    except _DIFFICULT:
+        return None
+    return look
+
+
+def _each(given: str) -> list[str]:
+    """Return the paths for which braces stand. A file may have braces in its name."""
+    return [given] if "{" not in given or os.path.isfile(given) else spelled_out(given) or [given]
+
+
+def _folder(store: Store, path: str, look: Look) -> str | None:
+    """Return the folder to list for a path. None for a file, which is added to the look."""
+    try:
+        found = os.stat(path)
+    except FileNotFoundError:
+        start = existing(store, path)
+        glob = GLOB.search(path, len(start))
+        if glob is None:
+            raise
+        return path[: glob.start()].rpartition("/")[0] or "/"
+    if stat.S_ISDIR(found.st_mode):
+        return path
+    look.add([path], [found.st_size], [found.st_mtime_ns])
+    return None
+
+
+def _is_below(folder: Path, other: str) -> bool:
+    inner, outer = os.path.realpath(folder), os.path.realpath(other)
+    return os.path.commonpath([inner, outer]) == outer
 
 
 def _read(path: Path) -> dict[str, Any] | None:
     try:
         seal = json.loads(path.read_bytes())
         # Another version may choose other files.
-        return seal if seal["version"] == __version__ and seal.keys() >= {"listing", "index", "checksum"} else None
+        is_known = seal["version"] == __version__ and seal["index"] == os.path.basename(seal["index"]) != ""
+        return seal if is_known and seal.keys() >= {"listing", "checksum"} else None
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None

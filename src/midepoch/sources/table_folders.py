@@ -23,7 +23,7 @@ _MARKS = (
 
 def refuse_tables(store: Store, folder: str, paths: Sequence[str]) -> None:
     """Raise FormatError if a folder is a table, contains one or is part of one: its files may hold deleted rows."""
-    _refuse_part(store, folder.rstrip("/"))
+    refuse_part(store, folder.rstrip("/"))
     names = "\n".join(paths)
     for text, pattern, noun, function in _MARKS:
         if text not in names:
@@ -45,7 +45,7 @@ def _refusal(what: str, function: str, opened: str) -> FormatError:
     )
 
 
-def _refuse_part(store: Store, folder: str) -> None:
+def refuse_part(store: Store, folder: str) -> None:
     """Raise FormatError for a folder inside of a table. In a store, where it is a request, only of partitions."""
     *above, name = folder.split("/")
     if store.local:
