@@ -15,6 +15,7 @@ import pytest
 import midepoch
 from midepoch.errors import DataChangedError, MidepochError
 from midepoch.sources.arrow_ipc import scan
+from shard_files import overwrite
 from tar_files import write_tar
 
 TABLE = pa.table(
@@ -132,15 +133,6 @@ def test_damaged_row_groups_are_skipped_alike_on_every_resume(tmp_path: Path) ->
         resumed = ds.shuffle(seed=1, window=2).loader(16, num_workers=2 * (step == 4))
         resumed.load_state_dict(saved.state_dict())
         assert [batch["id"].tolist() for batch in resumed] == batches[step:]
-
-
-def overwrite(path: Path, at: int, data: bytes) -> None:
-    """In place, and with the time it had: nothing tells that the file has changed."""
-    stat = path.stat()
-    with path.open("r+b") as file:
-        file.seek(at)
-        file.write(data)
-    os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
 
 
 @pytest.mark.parametrize("kind", ["stream", "file", "lz4", "dictionary", "fetched"])

@@ -179,6 +179,12 @@ def test_a_mix_of_snapshots_names_the_source_that_differs(table: Table) -> None:
 
 def test_a_folder_that_is_no_table_is_refused(tmp_path: Path) -> None:
     pq.write_table(rows(0, 1), tmp_path / "a.parquet")
+    (tmp_path / "p=1").mkdir()
+    (tmp_path / "p=1" / "a.parquet").write_bytes((tmp_path / "a.parquet").read_bytes())
+    (tmp_path / "_delta_log").mkdir()  # of a write that failed
+    for folder in (tmp_path, tmp_path / "p=1"):
+        assert len(midepoch.from_files(folder / "a.parquet")) == len(midepoch.from_files(f"{folder}/*.parquet")) == 1
+    assert len(midepoch.from_files(tmp_path / "p=1")) == 1
     with pytest.raises(DataNotFoundError, match="is not a Delta table: there is no _delta_log"):
         midepoch.from_delta(tmp_path)
     with pytest.raises(DataNotFoundError, match="is not a Lance table"):

@@ -238,9 +238,9 @@ def _opened(table: pa.Table, what: str, cache_dir: str | os.PathLike[str] | None
 def table_source(table: pa.Table, what: str, root: str | os.PathLike[str] | None = None) -> Source:
     """Return the rows of a table as a source, written to the cache folder unless they are there."""
     if not table.num_columns:
-        raise DataNotFoundError(f"{what}: there are no columns.")
+        raise DataNotFoundError(f"{what}: there are no columns. Pass at least one.")
     if not table.num_rows:
-        raise DataNotFoundError(f"{what}: there are no rows.")
+        raise DataNotFoundError(f"{what}: there are no rows. Pass at least one.")
     _check_names(table.column_names, what)
     features = (table.schema.metadata or {}).get(_FEATURES)
     schema = _plain_schema(table.schema).with_metadata({_FEATURES: features} if features else None)

@@ -19,6 +19,7 @@ _MARKS = (
         "from_iceberg",
     ),
 )
+_VERSION = re.compile(r"\d{20}\.")
 
 
 def refuse_tables(store: Store, folder: str, paths: Sequence[str]) -> None:
@@ -51,7 +52,7 @@ def refuse_part(store: Store, folder: str) -> None:
     if store.local:
         roots = ["/".join(above[:i]) for i in range(len(above), 1, -1)]
         for root in roots:
-            if os.path.isdir(f"{root}/_delta_log"):
+            if _has_log(f"{root}/_delta_log"):
                 raise _refusal(f"{folder} is part of the Delta table {root}", "from_delta", root)
             metadata = f"{root}/metadata"
             if f"{folder}/".startswith(f"{root}/data/") and os.path.isdir(metadata):
@@ -62,6 +63,15 @@ def refuse_part(store: Store, folder: str) -> None:
         root = "/".join(above)
         if store.is_folder(f"{root}/_delta_log"):
             raise _refusal(f"{store.name(folder)} is part of a Delta table", "from_delta", store.name(root))
+
+
+def _has_log(folder: str) -> bool:
+    """Return True for a local folder with versions of a Delta table. An empty one is what a failed write leaves."""
+    try:
+        with os.scandir(folder) as entries:
+            return any(_VERSION.match(entry.name) for entry in entries)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
 
 
 def expired(name: str) -> DataNotFoundError:

@@ -111,7 +111,10 @@ def _decoded(name: str, first: int, column: str, encoding: Encoding, values: Val
 def _members(store: Store, manifest: Entry) -> list[Member]:
     contents, name = read_manifest(store, manifest), store.name(manifest.path)
     if contents.get("version") != _VERSION:
-        raise FormatError(f"{name}: version 2 of MDS is expected, found {contents.get('version')!r}.")
+        raise FormatError(
+            f"{name}: version 2 of MDS is expected, found {contents.get('version')!r}. Copy or download it again, or "
+            "write the shards with a current version of mosaicml-streaming."
+        )
     shards = contents["shards"]
     if not shards:
         raise DataNotFoundError(f"{name} names no shards. Check the program that wrote it.")
