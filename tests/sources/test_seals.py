@@ -250,6 +250,14 @@ def test_what_is_outside_of_the_folder_is_seen(tmp_path: Path) -> None:
             open_()
 
 
+def test_a_file_and_its_folder(tmp_path: Path) -> None:
+    one = write(tmp_path / "one" / "a.parquet", range(3))
+    for _ in range(2):
+        assert len(midepoch.from_files([one, one.parent])) == 6
+    write(one.with_name("b.parquet"), range(2))
+    assert len(midepoch.from_files([one, one.parent])) == 8
+
+
 def test_names_with_braces_and_brackets(tmp_path: Path) -> None:
     """A path may mean another file after a file or a folder of that very name appeared."""
     write(tmp_path / "a1.parquet", range(1)), write(tmp_path / "a2.parquet", range(2))

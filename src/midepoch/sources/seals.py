@@ -28,7 +28,8 @@ from midepoch.sources.storage import atomic_write
 from midepoch.sources.stores import Store
 from midepoch.sources.table_folders import refuse_part
 
-_DIFFICULT = (OSError, OverflowError, UnicodeError, ValueError)
+_DIFFICULT = (OSError, OverflowError, ValueError)
+"""Errors of a look at what only the choice of files has to deal with: unreadable folders, odd names and times."""
 
 
 class Seal:
@@ -93,7 +94,7 @@ class Seal:
 class Look:
     """Everything on which the choice of files depends, in the order in which it was listed.
 
-    ``places``: folders that were listed, and the paths of files that are beside files given by name.
+    ``places``: folders that were listed, and manifests beside files that were given by name.
     """
 
     places: list[str] = field(default_factory=list)
@@ -129,21 +130,21 @@ def look_at(store: Store, paths: Sequence[str], index_dir: Path) -> Look | None:
     contains the folder of the index, which changes with every index. Raise FormatError for a part of a table.
     """
     look = Look()
+    manifests: dict[str, None] = {}  # in order, as folders
+    folders: dict[str, None] = {}
     try:
-        beside = look.places
         for path in [each for given in paths for each in _each(given)]:
             folder = _folder(store, path, look)
-            if folder is None and os.path.dirname(path) not in beside:
-                beside.append(os.path.dirname(path))
-                manifest = os.path.join(os.path.dirname(path), NAME)
-                if os.path.exists(manifest):
-                    beside.append(manifest)
-            elif folder is not None and folder not in beside:
-                if os.path.exists(os.path.join(folder, NAME)) or _is_below(index_dir, folder):
-                    return None
-                beside.append(folder)
-                refuse_part(store, folder)
-                look.add(*walked(folder))
+            if folder is None:
+                manifests[os.path.join(os.path.dirname(path), NAME)] = None
+            else:
+                folders[folder] = None
+        look.places = [*folders, *filter(os.path.exists, manifests)]
+        for folder in folders:
+            if os.path.exists(os.path.join(folder, NAME)) or _is_below(index_dir, folder):
+                return None
+            refuse_part(store, folder)
+            look.add(*walked(folder))
     except _DIFFICULT:
         return None
     return look
