@@ -156,6 +156,8 @@ def test_a_seal_is_of_one_index(folder: Path, chosen: list[str]) -> None:
         "number",
         "path",
         "no name",
+        "dot",
+        "deep",
     ],
 )
 def test_a_seal_that_cannot_be_used_is_replaced(folder: Path, chosen: list[str], damage: str) -> None:
@@ -170,6 +172,8 @@ def test_a_seal_that_cannot_be_used_is_replaced(folder: Path, chosen: list[str],
         "no index": lambda: path.write_text(json.dumps({"version": contents["version"]})),
         "number": lambda: path.write_text(json.dumps({**contents, "index": 5})),
         "path": lambda: path.write_text(json.dumps({**contents, "index": "../x"})),
+        "dot": lambda: path.write_text(json.dumps({**contents, "index": "."})),
+        "deep": lambda: path.write_text("[" * 100_000),
         "no name": lambda: path.write_text(json.dumps({**contents, "index": ""})),
         "missing index": lambda: path.with_name(contents["index"]).unlink(),
     }[damage]()
@@ -205,7 +209,7 @@ def test_manifests_are_not_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     write_mds(tmp_path / "mds", {"id": "int"}, [{"id": i} for i in range(20)], shard=5)
     assert ids(midepoch.from_files(tmp_path / "mds")) == list(range(20))
     for module in (seals, listing):
-        monkeypatch.setattr(module, "walked", lambda folder: pytest.fail("the folder was listed"))
+        monkeypatch.setattr(module, "walked", lambda *_: pytest.fail("the folder was listed"))
     assert ids(midepoch.from_files(tmp_path / "mds")) == list(range(20))
     write_mds(tmp_path / "mds", {"id": "int"}, [{"id": i} for i in range(40)], shard=5)
     assert ids(midepoch.from_files(tmp_path / "mds")) == list(range(40))
@@ -250,12 +254,40 @@ def test_what_is_outside_of_the_folder_is_seen(tmp_path: Path) -> None:
             open_()
 
 
+def test_a_manifest_beside_a_named_file_may_change(tmp_path: Path) -> None:
+    np.arange(64, dtype=np.uint16).tofile(tmp_path / "chunk-0-0.bin")
+    (tmp_path / "index.json").write_text("{}")  # as it is being written
+    for _ in range(2):
+        assert len(midepoch.from_tokens(tmp_path / "chunk-0-0.bin", 8, dtype="uint16")) == 8
+    (tmp_path / "index.json").write_text('{"chunks": [{"filename": "chunk-0-0.bin"}]}')
+    with pytest.raises(FormatError, match="is a chunk of LitData"):
+        midepoch.from_tokens(tmp_path / "chunk-0-0.bin", 8, dtype="uint16")
+
+
+def test_a_file_that_was_away_while_files_were_chosen_is_found(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    away, walk = folder.with_name("away"), listing.walked
+
+    def walked(path: str) -> Any:
+        (folder / "part-1.parquet").rename(away)
+        try:
+            return walk(path)
+        finally:
+            away.rename(folder / "part-1.parquet")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(listing, "walked", walked)  # of the choice, not that of the look
+        assert len(midepoch.from_files(folder)) == 20
+    assert len(midepoch.from_files(folder)) == 30
+
+
 def test_a_file_and_its_folder(tmp_path: Path) -> None:
     one = write(tmp_path / "one" / "a.parquet", range(3))
-    for _ in range(2):
-        assert len(midepoch.from_files([one, one.parent])) == 6
+    several: list[Any] = [[one, one.parent], [one, f"{one.parent}/*"], f"{one.parent}/{{a.parquet,*.parquet}}"]
+    for paths in [*several, *several]:
+        assert len(midepoch.from_files(paths)) == 6
     write(one.with_name("b.parquet"), range(2))
-    assert len(midepoch.from_files([one, one.parent])) == 8
+    for paths in several:
+        assert len(midepoch.from_files(paths)) == 8
 
 
 def test_names_with_braces_and_brackets(tmp_path: Path) -> None:
@@ -273,9 +305,8 @@ def test_names_with_braces_and_brackets(tmp_path: Path) -> None:
     write(tmp_path / "run[1]" / "x.parquet", range(5))
     for _ in range(2):
         assert len(midepoch.from_files(tmp_path / "run[1]" / "*.parquet")) == 5
-    assert seals.look_at(resolve(str(tmp_path))[0], [f"{tmp_path}/run[1]/*.parquet"], tmp_path / "cache") == seals.Look(
-        [f"{tmp_path}/run[1]"], *listing.walked(f"{tmp_path}/run[1]")
-    )
+    look = seals.look_at(resolve(str(tmp_path))[0], [f"{tmp_path}/run[1]/*.parquet"], tmp_path / "cache")
+    assert look is not None and look.paths == [f"{tmp_path}/run[1]/x.parquet"]
 
 
 def test_a_look_that_fails_is_none(folder: Path, tmp_path: Path) -> None:

@@ -58,8 +58,11 @@ def below(store: Store, folder: str) -> list[Entry]:
     return list(map(Entry._make, zip(*walked(folder), repeat(""), strict=False)))
 
 
-def walked(folder: str) -> tuple[list[str], list[int], list[int]]:
-    """Return all files below a local folder, including linked folders, each folder once: paths, sizes and times."""
+def walked(folder: str, visited: list[str] | None = None) -> tuple[list[str], list[int], list[int]]:
+    """Return all files below a local folder, including linked folders, each folder once: paths, sizes and times.
+
+    ``visited``: list to which the folders are added, with the times of their last changes.
+    """
     seen: set[tuple[int, int]] = set()
     paths: list[str] = []
     sizes: list[int] = []
@@ -78,6 +81,8 @@ def walked(folder: str) -> tuple[list[str], list[int], list[int]]:
             if (stat.st_dev, stat.st_ino) in seen:
                 continue  # a link to a parent, or to a folder already visited
             seen.add((stat.st_dev, stat.st_ino))
+            if visited is not None:
+                visited.append(f"{here} {stat.st_mtime_ns}")
             start = os.path.join(here, "")
             for entry in os.scandir(folder_fd):  # by names, not paths: 8 % faster
                 try:

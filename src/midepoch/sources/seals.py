@@ -94,10 +94,11 @@ class Seal:
 class Look:
     """Everything on which the choice of files depends, in the order in which it was listed.
 
-    ``places``: folders that were listed, and manifests beside files that were given by name.
+    ``folders``: those that were listed, with the times at which files were added or removed. The files include
+    manifests beside those that were given by name.
     """
 
-    places: list[str] = field(default_factory=list)
+    folders: list[str] = field(default_factory=list)
     paths: list[str] = field(default_factory=list)
     sizes: list[int] = field(default_factory=list)
     times: list[int] = field(default_factory=list)
@@ -109,9 +110,9 @@ class Look:
 
     @property
     def digest(self) -> str:
-        """Digest of all of it. Raise OverflowError for times that are not of this age of the world."""
+        """Digest of all of these. Raise OverflowError for a time after the year 2262."""
         digest = hashlib.blake2b(digest_size=16)
-        for texts in (self.places, self.paths):
+        for texts in (self.folders, self.paths):
             digest.update("\0".join([str(len(texts)), *texts]).encode("utf-8", "surrogateescape"))
         digest.update(array("q", self.sizes))
         digest.update(array("q", self.times))
@@ -130,21 +131,22 @@ def look_at(store: Store, paths: Sequence[str], index_dir: Path) -> Look | None:
     contains the folder of the index, which changes with every index. Raise FormatError for a part of a table.
     """
     look = Look()
-    manifests: dict[str, None] = {}  # in order, as folders
-    folders: dict[str, None] = {}
+    folders: dict[str, None] = {}  # each once, in order
+    manifests: dict[str, None] = {}
     try:
         for path in [each for given in paths for each in _each(given)]:
             folder = _folder(store, path, look)
             if folder is None:
-                manifests[os.path.join(os.path.dirname(path), NAME)] = None
+                manifests[os.path.join(os.path.dirname(path), NAME)] = None  # it may say what the file contains
             else:
                 folders[folder] = None
-        look.places = [*folders, *filter(os.path.exists, manifests)]
+        for manifest in filter(os.path.exists, manifests):
+            _folder(store, manifest, look)
         for folder in folders:
             if os.path.exists(os.path.join(folder, NAME)) or _is_below(index_dir, folder):
                 return None
             refuse_part(store, folder)
-            look.add(*walked(folder))
+            look.add(*walked(folder, look.folders))
     except _DIFFICULT:
         return None
     return look
@@ -180,7 +182,7 @@ def _read(path: Path) -> dict[str, Any] | None:
     try:
         seal = json.loads(path.read_bytes())
         # Another version may choose other files.
-        is_known = seal["version"] == __version__ and seal["index"] == os.path.basename(seal["index"]) != ""
+        is_known = seal["version"] == __version__ and bool(path.with_name(seal["index"]))
         return seal if is_known and seal.keys() >= {"listing", "checksum"} else None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
