@@ -177,7 +177,7 @@ def _check_others(key: str, waits: Waits, seen: dict[int, tuple[str, float]]) ->
                 f"the ranks do not load the same data and wait for each other: {difference}. Create the same loaders "
                 "and begin equally many passes on all ranks."
             )
-            refuse(waits.group, text)  # else the others would wait for this rank, whose note is gone
+            refuse(waits.group, text)  # or the others would wait for this rank, which deletes its note
             raise WorldError(text)
 
 

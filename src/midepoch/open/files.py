@@ -104,7 +104,7 @@ def from_files(
     if not request.is_listed:
         return opening.dataset(index, store, chosen)
     seal.keep(index)
-    return opening.dataset(index, request.found.store, chosen)  # which knows what commit of the Hub was listed
+    return opening.dataset(index, request.found.store, chosen)  # it knows which commit was listed
 
 
 def cache_spec(cache_dir: PathLike | None, cache_bytes: int) -> CacheSpec:
