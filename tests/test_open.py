@@ -216,7 +216,7 @@ def test_what_is_no_path_is_an_error_that_names_what_to_call(tmp_path: Path) -> 
     with pytest.raises(TypeError, match=r"got a list. Call midepoch.from_map_style\("):
         midepoch.from_files([1, 2])
     for other in (None, 5, b"a.parquet", {"train": "a.parquet"}, [b"a"], data.data.table):
-        with pytest.raises(TypeError, match="paths of files are expected"):
+        with pytest.raises(TypeError, match="expected paths of files"):
             midepoch.from_files(other)
     with pytest.raises(TypeError, match="got a datasets"):
         midepoch.load_from_disk(data)

@@ -82,7 +82,7 @@ def test_tables_and_other_values(tmp_path: Path) -> None:
         (midepoch.MapError, "fails failed after it had yielded 1: OSError: the disk is gone", fails),
         (midepoch.MapError, "must yield a dict.*It yielded int as row 0", lambda: iter([5])),
         (midepoch.DataNotFoundError, "yields no rows", lambda: iter([])),
-        (midepoch.MapError, "it must yield rows, and returned NoneType", lambda: None),
+        (midepoch.MapError, "it must yield rows, but returned NoneType", lambda: None),
         (midepoch.MidepochError, r"because it uses .*lock.*key='v1'", locked),
         (midepoch.ColumnError, "column 'a'", lambda: iter([{"a": 1}, {"a": "x"}])),
         (

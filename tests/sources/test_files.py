@@ -49,7 +49,9 @@ def test_a_folder_with_several_splits_is_warned_about(tmp_path: Path, caplog: py
         midepoch.from_files(tmp_path / folder)
         return caplog.text
 
-    warning = "contains the splits train, test, and all of them are read as one. To read one, name its files: "
+    warning = (
+        "contains the splits train, test, and all of them are read as one dataset. For one split, pass its files: "
+    )
     assert f"{warning}{tmp_path}/files/train*.parquet" in opened(
         "files", "a.parquet", "test.parquet", "train-0.parquet"
     )

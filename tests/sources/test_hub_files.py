@@ -170,7 +170,7 @@ def test_splits_in_one_folder_are_pointed_out(hub: HubServer, caplog: pytest.Log
     assert len(midepoch.from_files("hf://datasets/org/name")) == 150
     assert (
         "splits test, train" in caplog.text
-        and "name its files: hf://datasets/org/name/data/test*.parquet" in caplog.text
+        and "pass its files: hf://datasets/org/name/data/test*.parquet" in caplog.text
     )
     caplog.clear()
     midepoch.from_files(GLOB)

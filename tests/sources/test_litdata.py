@@ -165,7 +165,7 @@ def test_decompressed_chunks_are_found(tmp_path: Path) -> None:
         (lambda index: index["chunks"].clear(), "names no chunks"),
         (
             lambda index: index["chunks"].append("x") or index["config"].pop("item_loader"),
-            "its chunk 3 is described wro",
+            "the entry of chunk 3 is not a dict",
         ),
         (
             lambda index: index["chunks"][1].update(filename=3) or index["config"].update(compression="zstd"),

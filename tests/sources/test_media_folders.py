@@ -299,12 +299,15 @@ def test_what_a_folder_is(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> N
     (mixed / "labels.csv").write_text("n\n1\n")
     with caplog.at_level(logging.WARNING, "midepoch"):
         assert midepoch.from_files(mixed).column_names == ["n"]
-    assert "mixed contains 1 image file, which is not read, beside tables (the first is labels.csv)" in caplog.text
-    assert "mixed contains 1 audio file, which is not read, beside tables" in caplog.text
+    assert (
+        "mixed contains 1 image file, which is not read, because tables are read instead (the first is labels.csv)"
+        in caplog.text
+    )
+    assert "mixed contains 1 audio file, which is not read, because tables are read instead" in caplog.text
     write(mixed, ["a.png", "c.png"])
     with caplog.at_level(logging.WARNING, "midepoch"):
         assert midepoch.from_files(mixed).column_names == ["n"]
-    assert "mixed contains 2 image files, which are not read, beside tables" in caplog.text
+    assert "mixed contains 2 image files, which are not read, because tables are read instead" in caplog.text
     with pytest.raises(ValueError, match="partitioning='hive' is for tables"):
         midepoch.from_files(mixed, format="image", partitioning="hive")
     described = folder(tmp_path / "described", "jsonl")

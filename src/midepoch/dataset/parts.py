@@ -104,7 +104,7 @@ class PartWriter:
         return name
 
     def write_all(self, tables: Iterable[pa.Table], report: Progress, total: int = 0) -> int:
-        """Write tables in parts of ``PART_BYTES``, and return the number of rows. ``total``: that of all, if known."""
+        """Write tables in parts of ``PART_BYTES``, and return the number of rows. ``total``: all rows, if known."""
         part: list[pa.Table] = []
         rows = size = 0
         for table in tables:

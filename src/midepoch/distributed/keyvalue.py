@@ -11,7 +11,7 @@ from midepoch.distributed.world import jax_processes, process_group
 
 _JAX_TIMEOUT_MS = 60_000
 _UNSET = "midepoch: unset"
-"""Answer of a store to the comparison of a name that is not set. No value is equal to it."""
+"""Value that ``compare_set`` returns for a name that is not set. No stored value equals it."""
 
 
 def connected() -> int:
@@ -58,13 +58,13 @@ def get(name: str) -> str | None:
     """Return the value of a name. None if it is not set yet, or if there is no store."""
     if (store := _store()) is not None:
         try:
-            # Not store.get(): it waits for a name that another process deletes after a check that it is set.
+            # Not check() and get(): if another process deletes the name in between, get() waits for it.
             found = str(store.compare_set(name, _UNSET, _UNSET).decode())
             return None if found == _UNSET else found
         except (NotImplementedError, RuntimeError) as problem:
             if not _is_no_store(problem):
                 raise
-        try:  # some stores cannot compare
+        try:  # for stores that cannot compare
             return str(store.get(name).decode()) if store.check([name]) else None
         except (NotImplementedError, RuntimeError) as problem:
             if _is_no_store(problem):

@@ -172,12 +172,12 @@ def _check_others(key: str, waits: Waits, seen: dict[int, tuple[str, float]]) ->
             seen[rank] = (other, time.monotonic())
         elif time.monotonic() - seen[rank][1] > _SURE:
             difference = differences({rank: json.loads(other)[1], waits.rank: waits.description})
-            difference = difference or f"rank {rank} and rank {waits.rank} are at different passes"
+            difference = difference or f"rank {rank} and rank {waits.rank} are in different passes"
             text = (
                 f"the ranks do not load the same data and wait for each other: {difference}. Create the same loaders "
-                "and begin equally many passes on all ranks."
+                "and begin the same number of passes on all ranks."
             )
-            refuse(waits.group, text)  # else the others would wait for this rank, whose note is gone
+            refuse(waits.group, text)  # or the others would wait for this rank, which deletes its note
             raise WorldError(text)
 
 

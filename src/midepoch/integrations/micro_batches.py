@@ -104,7 +104,7 @@ class MicroBatches:
 
 
 class SavedAsText:
-    """Mixin for the dataloader of a framework, whose checkpoints take nested states apart: it saves one text."""
+    """Mixin for the dataloader of a framework whose checkpoints flatten nested states: it saves one string."""
 
     _batches: MicroBatches
     _to_begin: str

@@ -101,7 +101,7 @@ class RankConsistencyCheck:
             return
         text = (
             f"the ranks do not load the same data: {difference}, in loader number {self._number} of each rank. Create "
-            "the same datasets and loaders in the same order on all ranks, begin equally many passes, and load the "
+            "the same datasets and loaders in the same order on all ranks, begin as many passes on each, and load the "
             "same state (saved by any rank). Create a loader for one rank only with rank=0, world_size=1."
         )
         rendezvous.refuse(self._group, text)

@@ -26,12 +26,13 @@ _LARGE = 1 << 20
 """Bytes from which an array is sent in shared memory, once for all workers: the rows of a selection, for example."""
 
 _QUIET = {"TOKENIZERS_PARALLELISM": "false"}
-"""Variables of workers, unless they are set: tokenizers used in the main process would print a warning in forks."""
+"""Environment variables of workers, unless already set. Tokenizers that the main process has used would otherwise print
+a warning in forked workers."""
 
 
 @contextmanager
 def quiet_tokenizers() -> Iterator[None]:
-    """Set the number of threads of tokenizers to one while a worker is started."""
+    """Limit tokenizers to one thread while a worker is started."""
     added = {name: value for name, value in _QUIET.items() if name not in os.environ}
     os.environ.update(added)
     try:
@@ -73,8 +74,8 @@ class Packed:
             os.close(fd)
 
     def send(self, connection: Connection, fd: int | None, process: int) -> None:
-        """Send the objects to a worker, and the environment. Raise OSError if it has exited."""
-        # Another thread that starts a worker may delete a variable meanwhile.
+        """Send the objects and the environment to a worker. Raise OSError if it has exited."""
+        # Another thread that starts a worker may delete a variable in the meantime.
         environment = {name: value for name in list(os.environ) if (value := os.environ.get(name)) is not None}
         connection.send_bytes(pickle.dumps((self._sizes, _QUIET | environment)))
         if fd is not None:
@@ -90,8 +91,8 @@ def _padded(size: int) -> int:
 def receive(connection: Connection) -> Any:
     """Return the objects that were sent to this worker. Raise EOFError if the main process has exited.
 
-    The environment becomes that of the main process: a server from which workers are forked has an older one, without
-    a token that was set meanwhile, for example.
+    The environment is replaced by that of the main process. Workers may be forked from a server whose environment is
+    older, and lacks, for example, a token that was set later.
     """
     sizes, environment = pickle.loads(connection.recv_bytes())
     for name in os.environ.keys() - environment.keys():

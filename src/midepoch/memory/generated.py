@@ -35,10 +35,10 @@ def from_generator(
 ) -> Dataset:
     """Return a dataset of the rows that a function yields: dicts, or Arrow tables of many rows.
 
-    The function runs once. Its rows are written to ``cache_dir`` (default: ``$MIDEPOCH_CACHE/generated``) and found
-    again as long as its code, what it uses and ``gen_kwargs`` are the same. Other processes wait for the first one.
-    After a kill, the next run begins again. Global random generators are seeded while it runs, so that every machine
-    gets the same rows.
+    The function runs once. Its rows are written to ``cache_dir`` (default: ``$MIDEPOCH_CACHE/generated``) and
+    reused as long as its code, what it uses and ``gen_kwargs`` are the same. Other processes wait for the first one.
+    If that is killed, the next run starts again. Global random generators are seeded while the function runs, so that
+    every machine gets the same rows.
 
     ``schema``: types of some or all columns. ``key``: a name for this version of the rows, to find them by instead of
     by the function and its arguments.
@@ -103,7 +103,7 @@ def _tables(name: str, function: Callable[..., Any], given: Mapping[str, Any], s
                 f"from_generator: {name} must yield a dict for each row, or Arrow tables. It yielded "
                 f"{type(value).__name__} as row {done + len(rows)}."
             )
-        rows.append({column: own_copy(each) for column, each in value.items()})  # it may write to them for its next row
+        rows.append({column: own_copy(each) for column, each in value.items()})  # it may reuse them
         if len(rows) >= parts.ROWS:
             yield rows_table(rows, schema, "from_generator")
             done, rows = done + len(rows), []
@@ -116,7 +116,7 @@ def _values(name: str, function: Callable[..., Any], given: Mapping[str, Any]) -
     try:
         values = function(**given)
         if not isinstance(values, Iterable):
-            raise TypeError(f"it must yield rows, and returned {type(values).__name__}")
+            raise TypeError(f"it must yield rows, but returned {type(values).__name__}")
         for value in values:
             yield value
             number += 1

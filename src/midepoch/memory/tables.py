@@ -181,7 +181,7 @@ def _cast(name: str, column: Any, kind: pa.DataType, what: str) -> Any:
 
 
 def _of_polars(frame: Any, what: str) -> pa.Table:
-    """Return a frame of polars as a table. Its objects would become their addresses in memory."""
+    """Return a polars frame as a table. Raise ColumnError for Python objects: Arrow would get their addresses."""
     objects = [name for name, kind in frame.schema.items() if str(kind) == "Object"] if hasattr(frame, "schema") else []
     if objects:
         raise ColumnError(

@@ -95,7 +95,7 @@ def from_files(
         with suppress(DifferentSchemasError, EncodedError):
             files = [Path(entry.path) for entry in request.found.entries]
             index = _index(files, index_dir, force_reindex, on_error, as_mapped=True)
-            with suppress(OSError):  # an index of other files that were here: nobody would recreate it
+            with suppress(OSError):  # else a decoded index of earlier files would remain
                 request.index_path(folder).unlink(missing_ok=True)
             seal.keep(index)
             return opening.dataset(index, store, mapped=True)
@@ -104,7 +104,7 @@ def from_files(
     if not request.is_listed:
         return opening.dataset(index, store, chosen)
     seal.keep(index)
-    return opening.dataset(index, request.found.store, chosen)  # which knows what commit of the Hub was listed
+    return opening.dataset(index, request.found.store, chosen)  # it knows which commit was listed
 
 
 def cache_spec(cache_dir: PathLike | None, cache_bytes: int) -> CacheSpec:

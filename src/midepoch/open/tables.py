@@ -157,7 +157,7 @@ def _address(uri: Any) -> str:
 
 
 def _pinned(kind: str, path: str, version: V | None, find: Callable[[V | int | None], T]) -> T:
-    """Return the table at a version; default: the latest one, which all ranks agree on."""
+    """Return the table at a version. The default is the latest version, on which all ranks agree."""
     table = find(version)
     if version is None and (agreed := _agreed(kind, path, table.version)) != table.version:
         return find(agreed)

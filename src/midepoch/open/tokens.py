@@ -149,7 +149,7 @@ def _opened(
     *,
     always: bool = False,
 ) -> tuple[Index, Store]:
-    """Return the index of files that ``find`` lists, and their store. ``always``: call it in any case."""
+    """Return the index of files that ``find`` lists, and their store. ``always``: call ``find`` in any case."""
     resolved = [resolve(text, **where) for text in texts]
     store, given = resolved[0][0], tuple(path for _, path in resolved)
     if len({each.identity for each, _ in resolved}) > 1:
@@ -226,7 +226,7 @@ def _names(texts: Sequence[str]) -> list[str]:
 def _listed(store: Store, path: str, text: str) -> tuple[list[Entry | str], bool]:
     """Return the index and the tokens of each prefix that a path means: itself, or those in a folder or glob.
 
-    Files that were not listed are paths. The second value is True if a warning was logged.
+    Files that were not listed are returned as paths. The second value is True if a warning was logged.
     """
     warned = False
     if any(sign in path for sign in "*?[") or text.endswith("/") or (store.local and os.path.isdir(path)):
@@ -252,7 +252,7 @@ def _entries(store: Store, listed: Sequence[Entry | str]) -> list[Entry]:
         if entry is None:
             flat = path.endswith(".idx") and found.get(path.removesuffix(".idx") + ".bin") is not None
             raise DataNotFoundError(
-                f"{store.name(path)} does not exist. A prefix of Megatron has two files, PREFIX.bin and PREFIX.idx: "
+                f"{store.name(path)} does not exist. A Megatron prefix has two files, PREFIX.bin and PREFIX.idx: "
                 + ("use midepoch.from_tokens for a .bin without an .idx." if flat else "check the path.")
             )
     entries = [found[each] if isinstance(each, str) else each for each in listed]

@@ -85,7 +85,7 @@ class PipelineSpec:
 
     @property
     def files_text(self) -> str:
-        """The number of files as text. A folder of media is one entry of its index, and counts as a folder."""
+        """The number of files as text. A folder of media is one entry of its index, and is called a folder."""
         noun = "folder" if all(leaf.source.is_folder for leaf in self.node.leaves) else "file"
         return f"{self.files:,} {noun}{'s' * (self.files != 1)}"
 

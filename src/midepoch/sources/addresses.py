@@ -24,7 +24,7 @@ from midepoch.sources.stores import Retry, Store
 
 _NATIVE = {"s3", "gs", "gcs", "az", "abfs", "abfss"}
 _HUB_RETRY = Retry(budget=660.0)
-"""The Hub counts requests over 5 minutes, and a wait lasts until they end. Two such waits fit."""
+"""The Hub counts requests in windows of 5 minutes, and a wait lasts until the window ends. Two such waits fit."""
 
 
 def resolve(

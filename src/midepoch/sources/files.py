@@ -33,7 +33,7 @@ from midepoch.sources.table_folders import refuse_tables
 
 PathLike = str | os.PathLike[str]
 _FEW = 16
-"""Number of paths up to which each is requested, instead of a listing of their folder."""
+"""Maximum number of paths that are requested one by one. For more, their folders are listed."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class DataFiles:
     """Files in order, with their store and format.
 
     ``listed``: they are manifests, which name the data files. ``listing``: each file is a row, and all of them are one
-    entry. ``warned``: a warning about their choice was logged.
+    entry. ``warned``: a warning about the choice of files was logged.
     """
 
     store: Store
@@ -104,7 +104,7 @@ def _of_manifests(store: Store, found: list[Expanded], wanted: str | None) -> Da
 
 
 def _joined(store: Store, parts: list[Expanded]) -> Expanded:
-    """Return the files of several paths as those of one. Manifests are joined with manifests of their format only."""
+    """Return the files of several paths as one result. Manifests are joined only with manifests of the same format."""
     entries = [entry for part in parts for entry in part.entries]
     kinds = {part.kind: store.name(part.entries[0].path) for part in parts}
     if not kinds.keys() & set(manifests.FORMATS):
@@ -131,7 +131,7 @@ def paths_of(paths: PathLike | Iterable[PathLike]) -> list[str]:
             f"no files given: the {name_of(paths)} yields no paths. For rows, call {opener_of(paths)}."
         )
     if not listed:
-        raise DataNotFoundError("no files given: the list of paths is empty.")
+        raise DataNotFoundError("no files given: the list of paths is empty. Pass at least one path.")
     return listed
 
 
@@ -139,7 +139,7 @@ _NO_PATHS = ("datasets", "midepoch", "pyarrow", "pandas", "polars", "torch")
 
 
 def check_path(given: Any, within: Any = None) -> str:
-    """Return a path as a string. Raise TypeError for anything else: about ``within``, which contains it, if given."""
+    """Return a path as a string. Raise TypeError for anything else, about its container ``within`` if given."""
     path = os.fspath(given) if isinstance(given, (str, os.PathLike)) else given
     if not isinstance(path, str):
         raise TypeError(_not_a_path(given if within is None else within))
@@ -151,10 +151,10 @@ def check_path(given: Any, within: Any = None) -> str:
 
 def _not_a_path(given: Any) -> str:
     if (opener := opener_of(given)) is not None:
-        return f"paths of files are expected, got a {name_of(given)}. Call {opener}."
+        return f"expected paths of files, got a {name_of(given)}. Call {opener}."
     if is_dataset(given):
-        return f"paths of files are expected, got a {name_of(given)}. {OPEN_ALREADY}"
-    return f"paths of files are expected (a str, a pathlib.Path or a list of them), got {given!r:.60}. Pass paths."
+        return f"expected paths of files, got a {name_of(given)}. {OPEN_ALREADY}"
+    return f"expected paths of files (a str, a pathlib.Path or a list of them), got {given!r:.60}. Pass paths."
 
 
 def expand(store: Store, path: str, given: str, wanted: str | None) -> Expanded:
@@ -179,13 +179,13 @@ def expand(store: Store, path: str, given: str, wanted: str | None) -> Expanded:
         all_files = below(store, base or "/")
         refuse_tables(store, base, [each.path for each in all_files])
         found = [each for each in all_visible(all_files, base) if matches(each.path)]
-        if wanted in OF_TOKENS:  # not the files that are written beside them, if any file has the name of one
+        if wanted in OF_TOKENS:  # without files written beside them, unless no name matches
             found = [each for each in found if format_of(each.path, wanted)] or found
         if not found:
             raise DataNotFoundError(f"no file matches {name!r}{where}. {nearest(store, base)}")
         found.sort(key=itemgetter(0))
         described = [manifest for each in found if (manifest := manifests.of_file(store, each, wanted)) is not None]
-        if described:  # they name the other files
+        if described:  # manifests, which name the other files
             return _joined(store, [_described(store, *manifest) for manifest in described])
         return Expanded(base or "/", found)
     found = below(store, path)
@@ -224,14 +224,14 @@ def _chosen(store: Store, path: str, visible: list[Entry], wanted: str | None) -
 
 
 def _described(store: Store, kind: str, manifest: Entry) -> Expanded:
-    """Return the manifest and its format. Parquet files that it names are read as all others are."""
+    """Return the manifest and its format. Parquet files that it names are read like any others."""
     if kind == "parquet":
         return Expanded("", manifests.parquet_files(store, manifest), kind)
     return Expanded("", [manifest], kind)
 
 
 def _all_of(store: Store, paths: list[str], given: str, wanted: str | None) -> Expanded:
-    """Return the files of paths in order. Many of them are found by one listing of each folder."""
+    """Return the files of paths, in order. If there are many, each folder is listed once."""
     listed: dict[str, Entry] = {}
     if len(paths) > _FEW and not GLOB.search("".join(paths)) and not paths[0].startswith(("http://", "https://")):
         names = set(paths)

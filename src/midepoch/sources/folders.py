@@ -37,7 +37,7 @@ SPLITS = {
     **dict.fromkeys(("validation", "valid", "val", "dev"), "validation"),
     **dict.fromkeys(("test", "testing", "eval", "evaluation"), "test"),
 }
-"""Names of folders and files that mean a split."""
+"""The split that a folder or file with such a name belongs to."""
 _METADATA = ("metadata.csv", "metadata.jsonl", "metadata.parquet")
 
 
@@ -65,9 +65,9 @@ class Expanded(NamedTuple):
     """The folder in which they were searched, empty for the path of a file."""
     entries: list[Entry]
     kind: str | None = None
-    """The only format in a folder, or that of a manifest. None if it is not known."""
+    """The only format in a folder, or the format of a manifest. None if unknown."""
     warned: bool = False
-    """A warning about the choice of the files was logged, which every opening repeats."""
+    """True if a warning about the choice of files was logged. Every opening repeats it."""
 
 
 def is_metadata(path: str) -> bool:
@@ -117,7 +117,7 @@ def choose(
 
 
 def _warn_of_tables(name: str, visible: Sequence[Entry], formats: Sequence[str | None], tables: Sequence[str]) -> bool:
-    """Warn of tables beside media and their metadata. Return True if there are any."""
+    """Warn about tables beside media and their metadata. Return True if there are any."""
     others = [
         (entry[0], kind)
         for entry, kind in zip(visible, formats, strict=True)
@@ -134,20 +134,20 @@ def _warn_of_tables(name: str, visible: Sequence[Entry], formats: Sequence[str |
 
 
 def _warn_of_media(name: str, present: Counter[str], media: Sequence[str], table: Entry) -> None:
-    """Warn of media beside tables. A table that only describes the files would otherwise hide all of them."""
+    """Warn about media beside tables. A table that only describes the files would otherwise hide all of them."""
     for kind in media:
         _log.warning(
-            "%s contains %d %s file%s, which %s not read, beside tables (the first is %s), which are. Pass format=%r "
-            "to read the %s files.",
+            "%s contains %d %s file%s, which %s not read, because tables are read instead (the first is %s). Pass "
+            "format=%r to read the %s files.",
             name, present[kind], kind, "s"[: present[kind] > 1], "are" if present[kind] > 1 else "is",
             posixpath.basename(table[0]), kind, kind,
         )  # fmt: skip
 
 
 def warn_of_splits(name: str, folder: str, entries: Sequence[Entry]) -> bool:
-    """Warn if a folder contains several splits, as folders or as files. The entries are sorted by path.
+    """Warn about a folder that contains several splits, as folders or as files. Return True if it does.
 
-    Return True if it does.
+    ``entries`` are sorted by path.
     """
     splits: dict[str, str] = {}
     for word, split in SPLITS.items():
@@ -159,7 +159,7 @@ def warn_of_splits(name: str, folder: str, entries: Sequence[Entry]) -> bool:
             splits.setdefault(split, f"{name.rstrip('/')}/{pattern}")
     if len(splits) > 1:
         _log.warning(
-            "%s contains the splits %s, and all of them are read as one. To read one, name its files: %s",
+            "%s contains the splits %s, and all of them are read as one dataset. For one split, pass its files: %s",
             name, ", ".join(splits), next(iter(splits.values())),
         )  # fmt: skip
     return len(splits) > 1

@@ -32,7 +32,8 @@ def data_files(folder: str, files: list[Entry], *, parquet_only: bool) -> list[E
             splits.setdefault(SPLITS[match[1]], f"hf://{at.root}/{pattern}")
     if len(splits) > 1:
         _log.warning(
-            "hf://%s contains the splits %s, and all of them are read as one. To read one, name its files: %s",
+            "hf://%s contains the splits %s, and all of them are read as one dataset. For one split, pass its "
+            "files: %s",
             folder, ", ".join(splits), next(iter(splits.values())),
         )  # fmt: skip
     return found

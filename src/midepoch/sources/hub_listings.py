@@ -87,8 +87,11 @@ def files_below(hub: Hub, of: HubPath, commit: str, persist: Persist[Any], *, re
         found: list[Entry] = []
         url, seen = hub.first_page(of, commit, recursive), set[str]()
         while url:
-            if url in seen:  # a proxy that drops or caches queries
-                raise FetchError(f"{hub.endpoint} lists hf://{of.root} without end: a page names an earlier one.")
+            if url in seen:
+                raise FetchError(
+                    f"{hub.endpoint} lists hf://{of.root} without end: a page names an earlier one. "
+                    "Check for a proxy that drops or caches queries."
+                )
             seen.add(url)
             files, url = persist(partial(hub.page, of._replace(revision=commit), url))  # a failure repeats one page
             found += files

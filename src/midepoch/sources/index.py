@@ -33,7 +33,7 @@ from midepoch.sources.storage import atomic_write, locked
 Int64Array = npt.NDArray[np.int64]
 
 VERSION = 6
-"""Raise it when the layout of an index changes, or that of the footers of a format: older files are built again."""
+"""Increase it when the layout of an index or of the footers of a format changes: older indexes are built again."""
 MAPPED = "mapped"
 _log = logging.getLogger("midepoch")
 
@@ -77,7 +77,7 @@ class Index:
         return f"{digest.hexdigest()} {self.snapshot}" if self.snapshot else digest.hexdigest()
 
     def part(self, first: int, stop: int) -> Index:
-        """Return the index of the files ``first`` to ``stop``, excluded. Its rows are as large as its files suggest."""
+        """Return the index of the files from ``first`` to ``stop``, excluded. Row sizes follow from file sizes."""
         blocks = np.concatenate([[0], np.cumsum(self.files.blocks)])
         low, high = int(blocks[first]), int(blocks[stop])
         starts = self.starts[low : high + 1] - self.starts[low]

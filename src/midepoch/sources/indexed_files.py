@@ -48,8 +48,8 @@ class IndexedFile(NamedTuple):
 
 
 class IndexedFiles(Sequence[IndexedFile]):
-    """Files in order. ``names`` are their paths, joined. ``more`` is what few files have, as JSON: dictionaries,
-    partitions, unreadable lines.
+    """Files in order. ``names`` are their paths, joined. ``more`` holds, as JSON, properties that few files have:
+    dictionaries, partitions, unreadable lines.
     """
 
     def __init__(self, names: str, columns: dict[str, Any]) -> None:
@@ -91,7 +91,7 @@ class IndexedFiles(Sequence[IndexedFile]):
         return IndexedFile(path, size, mtime_ns, rows, blocks, fingerprint, chains, etag, partition, broken, lines)
 
     def __iter__(self) -> Iterator[IndexedFile]:
-        """Yield all files, in a tenth of the time that it takes by their numbers."""
+        """Yield all files, ten times as fast as by number."""
         numbers = [getattr(self, name).tolist() for name in _NUMBERS]
         texts = [_list(self._texts[name]) for name in _TEXTS]
         columns = zip(self.paths, *numbers, *texts, strict=True)

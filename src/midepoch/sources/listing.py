@@ -54,12 +54,12 @@ def stat(store: Store, path: str) -> Entry | None:
 def below(store: Store, folder: str) -> list[Entry]:
     if not store.local:
         return store.list(folder.rstrip("/"))
-    # Ten thousand entries take 10 ms less than by a call for each.
+    # For 10,000 entries, this is 10 ms faster than one call for each.
     return list(map(Entry._make, zip(*walked(folder), repeat(""), strict=False)))
 
 
 def walked(folder: str, visited: list[str] | None = None) -> tuple[list[str], list[int], list[int]]:
-    """Return all files below a local folder, including linked folders, each folder once: paths, sizes and times.
+    """Return the paths, sizes and times of files below a local folder. Links are followed. Each folder counts once.
 
     ``visited``: list to which the folders are added, with the times of their last changes.
     """
@@ -89,7 +89,7 @@ def walked(folder: str, visited: list[str] | None = None) -> tuple[list[str], li
                     found = entry.stat() if entry.is_file() else None
                 except OSError as problem:
                     if problem.errno in (errno.ENOENT, errno.ELOOP):
-                        continue  # it was removed meanwhile, or is a link to itself
+                        continue  # removed in the meantime, or a link to itself
                     raise
                 if found is not None:
                     paths.append(start + entry.name)
@@ -103,7 +103,7 @@ def walked(folder: str, visited: list[str] | None = None) -> tuple[list[str], li
 
 
 def all_visible(found: list[Entry], root: str) -> list[Entry]:
-    """Return the visible files. Usually all of them are, which one search shows."""
+    """Return the visible files. Usually all files are visible, and one search confirms it."""
     start = len(root)
     names = "\n".join(["/" + entry[0][start:] for entry in found]) + "\n"
     if not any(sign in names for sign in ("/.", "/_", ".crc\n")):

@@ -19,7 +19,7 @@ class OpenFile:
         return bytes(self.arrow.read_at(size, offset))
 
     def read_into(self, place: memoryview, offset: int) -> None:
-        """Fill ``place`` from an offset on. Raise OSError if the file ends before. Not for concurrent use."""
+        """Fill ``place`` with the bytes from an offset on. Raise OSError if the file is too short. Not thread-safe."""
         self.arrow.seek(offset)
         came = self.arrow.readinto(place)
         if came != len(place):

@@ -1,7 +1,7 @@
-"""Seals: how the files of a request looked when it was last opened.
+"""Seals: the listing of a request's files when it was last opened.
 
-Choosing among the files of a folder takes longer than listing them. If everything on which the choice depends looks as
-it did then, the choice is the same, and the index of the last opening is opened without it.
+Choosing among the files of a folder takes longer than listing them. If nothing that the choice depends on has changed
+since, the choice is the same, and the index of the last opening is used without choosing again.
 """
 
 from __future__ import annotations
@@ -28,56 +28,56 @@ from midepoch.sources.storage import atomic_write
 from midepoch.sources.stores import Store
 from midepoch.sources.table_folders import refuse_part
 
-_DIFFICULT = (OSError, OverflowError, ValueError)
+_UNLISTABLE = (OSError, OverflowError, ValueError)
 """Errors of a look at what only the choice of files has to deal with: unreadable folders, odd names and times."""
 
 
 class Seal:
-    """The listing of the last opening, and the index that was opened. Only of local files.
+    """The listing of the last opening, and the index that was opened. Only local files have one.
 
-    A seal without a listing says that looking is useless: choosing the files logs a warning, which every opening
-    repeats, or they are named by a manifest, which is read instead of a listing.
+    A seal without a listing means that comparing listings is useless: either choosing the files logs a warning, which
+    every opening repeats, or a manifest names the files and is read instead of a listing.
     """
 
     def __init__(self, request: Request, index_dir: Path | None) -> None:
         self._path = request.index_path(index_dir).with_suffix(".midepoch-seal")
         self._request = request
-        self._known: dict[str, Any] | None = None
+        self._previous: dict[str, Any] | None = None
         self._listing: tuple[Look, str] | None = None
-        """The files and their digest. None if they were not looked at, or cannot be."""
+        """The files and their digest. None if they were not listed, or cannot be."""
 
     def opened(self, *, force: bool) -> Index | None:
-        """Return the index of the last opening if everything looks as it did then, else None.
+        """Return the index of the last opening if nothing has changed since, else None.
 
-        The look is kept for ``keep``. ``force``: return None in any case.
+        The listing is stored for ``keep``. ``force``: return None in any case.
         """
         if not self._request.store.local:
             return None
-        known = self._known = _read(self._path)
-        if known is not None and known["listing"] is None and not force:
+        previous = self._previous = _read(self._path)
+        if previous is not None and previous["listing"] is None and not force:
             return None
-        # Before files are chosen: if one changes in between, the listing differs next time.
+        # List before files are chosen: if one changes in between, the next listing differs.
         look = look_at(self._request.store, self._request.paths, self._path.parent)
-        with suppress(*_DIFFICULT):
+        with suppress(*_UNLISTABLE):
             self._listing = None if look is None else (look, look.digest)
-        if force or known is None or self._listing is None or known["listing"] != self._listing[1]:
+        if force or previous is None or self._listing is None or previous["listing"] != self._listing[1]:
             return None
-        index = read_index(self._path.with_name(known["index"]))
-        if index is None or index.checksum != known["checksum"]:
+        index = read_index(self._path.with_name(previous["index"]))
+        if index is None or index.checksum != previous["checksum"]:
             return None
         warn_of_broken_lines(self._request.store, index)
         return index
 
     def keep(self, index: Index) -> None:
-        """Remember the look of ``opened`` for the index of the files that were found."""
+        """Save the listing of ``opened`` with the index of the files that were found."""
         found = self._request.found
         if not self._request.store.local or index.path is None:
             return
         if found.warned or found.listed:
             listing = None
-        elif self._known is not None and self._known["listing"] is None:
+        elif self._previous is not None and self._previous["listing"] is None:
             with suppress(OSError):
-                self._path.unlink(missing_ok=True)  # looking is useful from now on
+                self._path.unlink(missing_ok=True)  # a listing is useful from now on
             return
         elif self._listing is not None and self._listing[0].contains(found):
             listing = self._listing[1]
@@ -86,7 +86,7 @@ class Seal:
         name = os.path.basename(index.path)
         seal = {"version": __version__, "listing": listing, "index": name, "checksum": index.checksum}
         with suppress(OSError):
-            if seal != self._known:
+            if seal != self._previous:
                 atomic_write(self._path, json.dumps(seal).encode())
 
 
@@ -110,7 +110,7 @@ class Look:
 
     @property
     def digest(self) -> str:
-        """Digest of all of these. Raise OverflowError for a time after the year 2262."""
+        """Digest of all fields. Raise OverflowError for a time that does not fit in 64 bits."""
         digest = hashlib.blake2b(digest_size=16)
         for texts in (self.folders, self.paths):
             digest.update("\0".join([str(len(texts)), *texts]).encode("utf-8", "surrogateescape"))
@@ -119,22 +119,22 @@ class Look:
         return digest.hexdigest()
 
     def contains(self, found: DataFiles) -> bool:
-        """Return True if all these files were looked at, and have not changed since."""
+        """Return True if all these files were listed and have not changed since."""
         entries = found.entries if found.listing is None else found.listing.files
         return {entry[:3] for entry in entries} <= set(zip(self.paths, self.sizes, self.times, strict=True))
 
 
 def look_at(store: Store, paths: Sequence[str], index_dir: Path) -> Look | None:
-    """Return the files below local folders and globs, those that are named, and what decides how they are read.
+    """Return local files, those below folders and globs or given by name, and everything that decides how to read them.
 
-    None if a seal is of no use: a path that does not exist or cannot be listed, a folder with a manifest, or one that
+    Return None if a seal is of no use: a path does not exist or cannot be listed, a folder has a manifest, or a folder
     contains the folder of the index, which changes with every index. Raise FormatError for a part of a table.
     """
     look = Look()
     folders: dict[str, None] = {}  # each once, in order
     manifests: dict[str, None] = {}
     try:
-        for path in [each for given in paths for each in _each(given)]:
+        for path in [each for given in paths for each in _without_braces(given)]:
             folder = _folder(store, path, look)
             if folder is None:
                 manifests[os.path.join(os.path.dirname(path), NAME)] = None  # it may say what the file contains
@@ -147,18 +147,18 @@ def look_at(store: Store, paths: Sequence[str], index_dir: Path) -> Look | None:
                 return None
             refuse_part(store, folder)
             look.add(*walked(folder, look.folders))
-    except _DIFFICULT:
+    except _UNLISTABLE:
         return None
     return look
 
 
-def _each(given: str) -> list[str]:
-    """Return the paths for which braces stand. A file may have braces in its name."""
+def _without_braces(given: str) -> list[str]:
+    """Return the paths that the braces in a path expand to. A file may have braces in its name."""
     return [given] if "{" not in given or os.path.isfile(given) else spelled_out(given) or [given]
 
 
 def _folder(store: Store, path: str, look: Look) -> str | None:
-    """Return the folder to list for a path. None for a file, which is added to the look."""
+    """Return the folder to list for a path. None for a file, which is added to ``look``."""
     try:
         found = os.stat(path)
     except FileNotFoundError:

@@ -31,7 +31,7 @@ def requested_wait(headers: Mapping[str, str]) -> float | None:
 def _seconds(value: str) -> float | None:
     if not value:
         return None
-    from email.utils import parsedate_to_datetime  # 5 ms that opening local files need not spend
+    from email.utils import parsedate_to_datetime  # takes 5 ms, which opening local files does not need
 
     try:
         seconds = float(value) if value[0].isdigit() else parsedate_to_datetime(value).timestamp() - time.time()

@@ -47,7 +47,7 @@ class ResumablePreparation(ResumableTraining):
             _check_arguments(self.args)  # type: ignore[attr-defined]
 
     def _given(self, dataset: Any) -> Any:
-        """Return the dataset that the user passed, for that which TRL accepted in its place."""
+        """Return the dataset that the user passed, given the one that TRL accepted in its place."""
         return self._ours if self._ours is not None and dataset is self._accepted else dataset
 
     def _prepare_dataset(self, dataset: Any, *rest: Any, **named: Any) -> Any:

@@ -24,7 +24,7 @@ _BLANK = 1 << 20
 """Maximum number of blank bytes at the beginning of a file that are skipped to find its first character."""
 DEEPEST = 100
 """Maximum number of brackets around a value. An Arrow schema that is nested more than about 120 deep cannot be saved,
-and pyarrow crashes at some 10,000."""
+and pyarrow crashes at about 10,000."""
 _MIXED = re.compile(r"Column\(/(?:/\[\]/)?(.+)\) changed from (\w+) to (\w+)")
 
 
@@ -137,7 +137,7 @@ def _check(data: bytes) -> None:
         data.decode()
     _, depths = bracket_depths(data)
     if len(depths) and depths.max() > DEEPEST:
-        raise pa.ArrowInvalid(f"it has values inside of more than {DEEPEST} brackets")
+        raise pa.ArrowInvalid(f"it has values nested in more than {DEEPEST} brackets")
 
 
 def _is_readable(data: bytes, check: Callable[[bytes], pa.Table]) -> bool:

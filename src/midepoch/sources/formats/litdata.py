@@ -78,7 +78,7 @@ def _members(store: Store, manifest: Entry, block_size: int | None) -> list[Memb
     if not chunks:
         raise DataNotFoundError(f"{name} names no chunks. Check the program that wrote it.")
     if wrong := [number for number, chunk in enumerate(chunks) if not isinstance(chunk, dict)]:
-        text = f"{name}: its chunk {wrong[0]} is described wrongly: {chunks[wrong[0]]!r:.60}. Write it again."
+        text = f"{name}: the entry of chunk {wrong[0]} is not a dict: {chunks[wrong[0]]!r:.60}. Write it again."
         raise FormatError(text)
     common = _common(name, config, chunks, block_size)
     codec = str(config.get("compression") or "") or None

@@ -127,7 +127,7 @@ def _npy(name: str, head: bytes, read: Callable[[int, int], bytes]) -> tuple[np.
     except (ValueError, SyntaxError, KeyError, TypeError) as problem:
         raise FormatError(f"{name}: its NumPy header cannot be read ({problem}). Copy or download it again.") from None
     if any(count < 0 for count in shape):
-        raise FormatError(f"{name} has the shape {shape} by its NumPy header. Copy or download it again.")
+        raise FormatError(f"{name} has the shape {shape} according to its NumPy header. Copy or download it again.")
     if dtype.str[1:] not in {np.dtype(each).str[1:] for each in DTYPES} or dtype.byteorder == ">":
         raise FormatError(f"{name} contains {header['descr']}, tokens are expected: integers, little-endian.")
     if len(shape) > 1 and header.get("fortran_order"):
