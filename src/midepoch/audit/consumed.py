@@ -18,7 +18,6 @@ from midepoch.audit.orders import KnownOrder
 from midepoch.audit.passes import Generation
 from midepoch.order import Shard
 from midepoch.pipeline.cursor import At
-from midepoch.pipeline.excluded import excluded_in
 
 
 class Delivery(NamedTuple):
@@ -57,19 +56,21 @@ class Interval(NamedTuple):
         return self.stop - self.first + bool(self.ends)
 
 
-class LaneCounts(NamedTuple):
-    """Counts of rows of an epoch, in one lane or several."""
+class RowCounts(NamedTuple):
+    """Rows of the sources in an epoch.
 
-    once: int = 0
-    repeated: int = 0
-    never: int = 0
-    dropped: int = 0
-    pending: int = 0
+    ``consumed``: rows of which outputs were made, or that yielded none (``filtered`` of them). ``left``: not consumed.
+    ``dropped``: left over at the end of an epoch.
+    """
+
+    consumed: int = 0
     filtered: int = 0
+    dropped: int = 0
+    left: int = 0
 
-    def plus(self, other: LaneCounts) -> LaneCounts:
+    def plus(self, other: RowCounts) -> RowCounts:
         """Return the sums."""
-        return LaneCounts(*(a + b for a, b in zip(self, other, strict=True)))
+        return RowCounts(*(a + b for a, b in zip(self, other, strict=True)))
 
 
 class LaneRun:
@@ -116,7 +117,7 @@ class LaneRun:
         rows = 0
         for lane in range(one.lanes):
             if (track := self.owner(one, lane)) is not None:
-                begin = self.places(one, lane, track.begin[lane])
+                begin = self.places(one, lane, track.at(lane, 0))
                 rows += sum(self._total(place) if place.run else place.row for place in begin)
         return rows
 
@@ -134,7 +135,7 @@ class LaneRun:
             return 0, 0
         steps = min(steps, track.delivered + track.finished)
         total = filtered = 0
-        begin = self.places(one, lane, track.begin[lane])
+        begin = self.places(one, lane, track.at(lane, 0))
         for a, b in zip(begin, self.places(one, lane, track.at(lane, steps)), strict=True):
             if a.run:
                 continue  # iterated again: only the first time counts
@@ -150,7 +151,7 @@ class LaneRun:
 
     def excluded_rows(self, one: Generation) -> int:
         """Return the rows that a pass came to and left out, because they are excluded."""
-        excluded, total = excluded_in(one.excluded, len(self._sources)), 0
+        excluded, total = one.first.excluded_rows(len(self._sources)), 0
         for lane in range(one.lanes):
             track = self.owner(one, lane)
             steps = 0 if track is None else min(track.delivered, one.kept_steps) + track.finished
@@ -161,71 +162,52 @@ class LaneRun:
                 total += int(((own >= each.first) & (own < each.stop)).sum())
         return total
 
-    def counts(self, passes: Sequence[Generation], lane: int, over: bool) -> LaneCounts:
-        """Count the rows of a lane in an epoch, over the passes that are kept.
-
-        ``over``: the run has continued with another epoch, so that the remaining rows will not be delivered.
-        """
-        once = repeated = never = dropped = filtered = 0
-        before: list[LeafPlace] | None = None
-        last: tuple[Generation, LaneTrack, int] | None = None
-        for one in passes:
-            track = self.owner(one, lane)
-            if track is None:
-                continue
-            steps = min(track.delivered, one.kept_steps)
-            if before is None:
-                before = [place._replace(row=0, part=(), run=0) for place in self.places(one, lane, track.begin[lane])]
-            more, gap = self._joint(one, lane, before, track.begin[lane])
-            rows, became_nothing = self._consumed(one, lane, steps)
-            repeated, never, once, filtered = (
-                repeated + more,
-                never + gap,
-                once + rows - 2 * more,
-                filtered + became_nothing,
-            )
-            before, last = self.places(one, lane, track.at(lane, steps)), (one, track, steps)
+    def counts(self, passes: Sequence[Generation], lane: int) -> RowCounts:
+        """Count the rows of a lane in an epoch, after the passes that are kept."""
+        known = [(one, track) for one in passes if (track := self.owner(one, lane)) is not None]
         ended = any(lane in track.ended for one in passes for track in one.tracks.values())
-        if last is None or before is None:  # no rank has a record of it, or it had nothing left
-            rows = sum(Shard(lane, passes[-1].lanes).before(count) for count in self._rows)
-            return LaneCounts(never=rows) if over or ended else LaneCounts(pending=rows)
-        one, track, steps = last
+        if not known:  # no rank has a record of it, or it had nothing left
+            return RowCounts(left=sum(Shard(lane, passes[-1].lanes).before(count) for count in self._rows))
+        filtered = sum(self._consumed(one, lane, min(track.delivered, one.kept_steps))[1] for one, track in known)
+        one, track = known[-1]
+        steps = min(track.delivered, one.kept_steps)
         is_over = track.finished and steps == track.delivered
+        places = self.places(one, lane, track.at(lane, steps))
+        consumed = sum(self._total(place) if place.run else place.row + bool(place.part) for place in places)
+        dropped = 0
         if is_over:  # rows consumed after the last batch yielded no output, or too few for a batch
             rest, nothing = (
                 a - b
                 for a, b in zip(self._consumed(one, lane, steps + 1), self._consumed(one, lane, steps), strict=True)
             )
-            if one.shape.ends == "drop":
-                dropped += rest
+            if one.shape.batching.ends == "drop":
+                dropped = rest
             else:
-                once, filtered = once + rest, filtered + nothing
+                consumed, filtered = consumed + rest, filtered + nothing
         left = self._left(one, lane, track.at(lane, steps + is_over))
         if not (is_over or ended):
-            return LaneCounts(once, repeated, never + (left if over else 0), dropped, 0 if over else left, filtered)
-        if one.shape.ends == "drop" or self._tree.get("drops", True):
-            dropped += left
-        else:  # stages read on to the end of their sources, and nothing came of it
-            once, filtered = once + left, filtered + left
-        return LaneCounts(once, repeated, never, dropped, 0, filtered)
+            return RowCounts(consumed, filtered, dropped, left)
+        if one.shape.batching.ends == "drop" or self._tree.get("drops", True):
+            return RowCounts(consumed, filtered, dropped + left)
+        return RowCounts(consumed + left, filtered + left, dropped)  # stages read on to the end, and nothing came of it
 
     def _left(self, one: Generation, lane: int, at: At) -> int:
         """Return the rows of a lane after a cursor, of sources that are not iterated again."""
         leaf_places = self.places(one, lane, at)
         return sum(self._total(place) - place.row - bool(place.part) for place in leaf_places if not place.run)
 
-    def _joint(self, one: Generation, lane: int, before: list[LeafPlace], at: At) -> tuple[int, int]:
-        """Return the rows repeated and left out between the end of a pass in a lane and the beginning of the next."""
-        repeated = never = 0
-        for a, b in zip(before, self.places(one, lane, at), strict=True):
-            if (a.run, a.row, a.part) == (b.run, b.row, b.part):
+    def joints(self, passes: Sequence[Generation], lane: int) -> int:
+        """Return how often a pass began in a lane at other rows than those at which the pass before it was left."""
+        wrong, before = 0, None
+        for one in passes:
+            if (track := self.owner(one, lane)) is None:
                 continue
-            difference = b.row - a.row
-            if (b.run, b.row, b.part) < (a.run, a.row, a.part):
-                repeated += max(1, -difference + bool(a.part)) if a.run == b.run else b.row + 1
-            else:
-                never += max(1, difference + bool(b.part)) if a.run == b.run else self._total(a) - a.row
-        return repeated, never
+            begin = [place[3:] for place in self.places(one, lane, track.at(lane, 0))]
+            begin_rows = [(run, row, part) for row, _, part, run, *_ in begin]
+            wrong += before is not None and before != begin_rows
+            after = self.places(one, lane, track.at(lane, min(track.delivered, one.kept_steps)))
+            before = [(place.run, place.row, place.part) for place in after]
+        return wrong
 
     def deliveries(
         self, one: Generation, number: int, step: int, later: Sequence[Generation] = ()
@@ -235,7 +217,7 @@ class LaneRun:
             track = self.owner(one, lane)
             if track is None or track.delivered <= number:
                 continue
-            rank = next(rank for rank, other in one.tracks.items() if other is track)
+            rank = next(rank for rank, other in one.of_rank.items() if other.track is track)
             if not one.received(rank, number):
                 continue
             for each in self.intervals(one, lane, number, number + 1):

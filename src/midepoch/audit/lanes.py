@@ -1,11 +1,11 @@
-"""The cursors of lanes in a ledger: written as differences from step to step, and read back.
+"""The units and cursors of lanes in a ledger: written as differences from step to step, and read back.
 
-If positions cannot be computed, some steps are followed by ``{12,,-340;35,,143}``: for each step since the last such
-record, the increase of each integer of the cursor of a lane, if any. Lanes of the rank are separated by ``|``, and
-``=[[…]]`` is a complete cursor. They are written when a lane reaches another chunk, and before a state is saved, so
-that a run can resume only at a recorded cursor. The cursors are those of the state (see ``midepoch.pipeline``), with
-two more integers if rows may yield no output: the number of rows before it that did, and the number that did in the
-first pass, if a mix iterates the source again.
+If positions cannot be computed, some steps are followed by ``{4,12,,-340;4,35,,143}``: for each step since the last
+such record, the outputs that a lane has taken, and the increase of each integer of its cursor, if any. Lanes of the
+rank are separated by ``|``, and ``=[…]`` is a complete record: the outputs taken so far, and the cursor. They are
+written when a lane reaches another chunk, and before a state is saved, so that a run can resume only at a recorded
+cursor. The cursors are those of the state, with two more integers if rows may yield no output: the number of rows
+before it that did, and the number that did in the first pass, if a mix iterates the source again.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ import numpy.typing as npt
 
 from midepoch.order import Shard
 from midepoch.pipeline.chunk import at_mark
-from midepoch.pipeline.cursor import At, LaneCursors, PartsAt, RowAt
+from midepoch.pipeline.cursor import At, LaneCursor, PartsAt, RowAt
+from midepoch.pipeline.lanes import StepOutputs
 from midepoch.pipeline.leaf import Leaf
 from midepoch.pipeline.node import Concat, Mix, Node, Zip
 from midepoch.pipeline.passes import BORROWING, place_of
@@ -57,46 +58,63 @@ def _flatten(at: At, values: list[Any], shape: list[int]) -> None:
         shape.append(len(at))
 
 
+class Places(NamedTuple):
+    """Where the lanes of a rank are after a step: a mark of each, and the outputs that it has taken."""
+
+    marks: Sequence[Any]
+    taken: Sequence[int]
+
+    @staticmethod
+    def of(at: Any, numbers: Sequence[int]) -> Places:
+        """Return where a step, or a cursor, has the lanes with these numbers."""
+        if isinstance(at, StepOutputs):
+            return Places(at.marks, at.after)
+        lanes = [at.lanes[number] for number in numbers]
+        return Places([lane.at for lane in lanes], [lane.taken for lane in lanes])
+
+
 class LaneRecorder:
-    """Writes the cursors of the lanes of a rank as differences, those of many steps in one call.
+    """Writes the units and cursors of the lanes of a rank as differences, those of many steps in one call.
 
     A cursor is computed from the chunk that its last output is of. So steps are kept as marks (a chunk, and a number of
     its outputs) until a lane comes to another chunk.
     """
 
-    def __init__(self, lanes: LaneCursors | None, numbers: Sequence[int], start: At) -> None:
-        known = {} if lanes is None else lanes.by_lane
+    def __init__(self, lanes: Mapping[int, LaneCursor], numbers: Sequence[int], start: At) -> None:
+        fresh = LaneCursor(0, start)
+        known = {number: lanes.get(number, fresh) for number in numbers}
         self.numbers = numbers
-        self.begin = {number: nested(known[number].cursor if number in known else start) for number in numbers}
-        self.ended = [number for number in numbers if number in known and known[number].ended]
+        self.begin = {number: [lane.taken, nested(lane.at)] for number, lane in known.items()}
+        self.ended = [number for number, lane in known.items() if lane.ended]
         self._before: list[tuple[list[Any], list[int]] | None] = [None] * len(numbers)
-        self.pending: list[Sequence[Any]] = []
-        """For each step that is not written yet, the marks of the lanes, in the order of their numbers."""
+        self.pending: list[Places] = []
+        """For each step that is not written yet, where the lanes are, in the order of their numbers."""
 
-    def is_due(self, marks: Sequence[Any]) -> bool:
-        """Return True if the pending steps are to be written before a step with these marks."""
+    def is_due(self, places: Places) -> bool:
+        """Return True if the pending steps are to be written before a step that ends at these places."""
         if not self.pending:
             return False
-        first = self.pending[0]
-        return len(self.pending) >= _MOST_PENDING or any(map(_differ, first, marks))
+        return len(self.pending) >= _MOST_PENDING or any(map(_differ, self.pending[0].marks, places.marks))
 
     def record(self) -> bytes:
         """Return the bytes to write for all pending steps, and forget them."""
         pending, self.pending = self.pending, []
         if not pending:
             return b""
-        texts = (";".join(self._texts(lane, marks)) for lane, marks in enumerate(zip(*pending, strict=True)))
+        marks, taken = (zip(*columns, strict=True) for columns in zip(*pending, strict=True))
+        texts = (";".join(self._texts(lane, *both)) for lane, both in enumerate(zip(marks, taken, strict=True)))
         return b"{%b}" % "|".join(texts).encode()
 
-    def _texts(self, lane: int, marks: Sequence[Any]) -> list[str]:
+    def _texts(self, lane: int, marks: Sequence[Any], taken: Sequence[int]) -> list[str]:
         before, table = self._before[lane], None
         if before is not None and isinstance(marks[0], tuple) and all(mark[0] is marks[0][0] for mark in marks):
             table = marks[0][0].table
         if before is None or table is None or before[1]:
-            return [self._text(lane, at_mark(mark)) for mark in marks]
+            return [self._text(lane, [count, at_mark(mark)]) for mark, count in zip(marks, taken, strict=True)]
         values = table(np.array([outputs for _, outputs in marks], dtype=np.int64), False)
-        if values.shape[1] != len(before[0]):
-            return [self._text(lane, at_mark(mark)) for mark in marks]
+        if values.shape[1] + 1 != len(before[0]):
+            return [self._text(lane, [count, at_mark(mark)]) for mark, count in zip(marks, taken, strict=True)]
+        values = np.concatenate([np.array(taken, np.int64)[:, None], values], axis=1)
         self._before[lane] = (values[-1].tolist(), [])
         differences = np.diff(values, axis=0, prepend=np.array([before[0]], dtype=np.int64)).tolist()
         return [",".join([str(value) if value else "" for value in row]) for row in differences]
@@ -116,13 +134,15 @@ def _differ(mark: Any, other: Any) -> bool:
 
 
 _MOST_PENDING = 256
-_DROPPED = re.compile(rb"x(\d+);|(\.)")
 _STEP = re.compile(rb"-(\d+)\.|(\.)|\{([^}]*)\}|(#)")
 
 
 @dataclass(frozen=True)
 class LaneTrack:
-    """The cursors of the lanes of a rank over the steps of a pass. ``begin``: the first cursor of each lane."""
+    """The lanes of a rank over the steps of a pass.
+
+    ``begin``: for each lane the outputs that it had taken, and its cursor.
+    """
 
     begin: Mapping[int, At]
     record: bytes
@@ -179,15 +199,6 @@ class LaneTrack:
         """Steps, and the end of the epoch, whose cursors are recorded: a killed process may have left out the last."""
         return max((segments[-1][0] + len(segments[-1][2]) - 1 for segments in self._segments.values()), default=0)
 
-    def dropped(self, steps: int) -> int:
-        """Return the outputs that were excluded up to a number of steps, or to the end."""
-        total = step = 0
-        for outputs, one in _DROPPED.findall(self.record):
-            if outputs and (step < steps or self.finished):
-                total += int(outputs)
-            step += bool(one)
-        return total
-
     @property
     def finished(self) -> bool:
         """True if the end of the epoch was reached: its cursors are those of one additional step."""
@@ -195,10 +206,16 @@ class LaneTrack:
 
     def at(self, lane: int, step: int) -> At:
         """Return the cursor of a lane after a number of steps."""
+        return self._filled(lane, step)[1]
+
+    def taken(self, lane: int, step: int) -> int:
+        """Return the outputs that a lane has taken after a number of steps."""
+        return int(self._filled(lane, step)[0])
+
+    def _filled(self, lane: int, step: int) -> At:
         for first, template, values in reversed(self._segments[lane]):
             if first <= step:
-                row = iter(values[min(step - first, len(values) - 1)].tolist())
-                return _filled(template, row)
+                return _filled(template, iter(values[min(step - first, len(values) - 1)].tolist()))
         raise AssertionError(step)
 
 

@@ -9,9 +9,8 @@ written, a file is up to a page longer than its records, filled with zeros. ``se
 once a second: the milliseconds from its ``time`` to the last step. So a killed run is not taken for one that runs. A
 loaded state is a line of JSON as well, with ``"load": true``.
 
-If positions cannot be computed, some steps are followed by the cursors of the lanes in braces
-(``midepoch.audit.lanes``). ``#`` is the end of an epoch, with its cursors. ``x12;`` before a step (or the end): so many
-outputs were excluded since the step before. If positions are excluded, they are in the line of JSON.
+If positions cannot be computed, some steps are followed by the units and cursors of the lanes in braces
+(``midepoch.audit.lanes``). ``#`` is the end of an epoch, with its cursors.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ import logging
 import mmap
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from itertools import count
 from pathlib import Path
@@ -32,21 +31,18 @@ from midepoch._internal.hints import hinted_methods
 from midepoch._internal.threads import silent_at_exit
 from midepoch.audit.documents import DocumentRecorder
 from midepoch.audit.figures import Figures, Measured
-from midepoch.audit.headers import Ending, header_of
-from midepoch.audit.lanes import LaneRecorder
+from midepoch.audit.lanes import LaneRecorder, Places
 from midepoch.audit.leases import LeaseSteps
 from midepoch.audit.mapped import mapped_room
-from midepoch.audit.orders import save_order, stream_name
-from midepoch.audit.planned import MOST_ROWS, save_lengths
-from midepoch.audit.records import LOST, UNKNOWN
-from midepoch.audit.starts import attempt_name, new_file
+from midepoch.audit.orders import save_lengths, save_order, stream_name
+from midepoch.audit.records import LOST, Batching, header_of
+from midepoch.audit.starts import attempt_name, new_file, process_name, process_space
 from midepoch.order import Shard
-from midepoch.order.intervals import EMPTY, Intervals
-from midepoch.order.sizes import BatchSizes
 from midepoch.pipeline.cursor import Cursor
-from midepoch.pipeline.lanes import Share, StepOutputs
+from midepoch.pipeline.lanes import Share
 from midepoch.pipeline.open import start
 from midepoch.pipeline.planned import Planning
+from midepoch.pipeline.plans import UNKNOWN
 from midepoch.pipeline.spec import PipelineSpec
 
 _log = logging.getLogger("midepoch")
@@ -83,6 +79,10 @@ class Ledger:
         self._base, self._latest, self._waited, self._seen = Figures(), Figures(), 0.0, 0
         self._pages: mmap.mmap | None = None
         self._lanes: LaneRecorder | None = None
+        self._how = "fresh"
+        """How the run comes to its next pass: "fresh", "loaded" or "looked" if it goes back there, else "on"."""
+        self._origin: Any = Cursor()
+        """The place after the last batch recorded, or of a loaded state."""
         self.documents = DocumentRecorder()
         self._path, self._ends = self.folder, False
         self.end = self._room = 0
@@ -106,44 +106,48 @@ class Ledger:
         """Return the name of this start. Raises if the ranks have none in common."""
         return attempt_name(shard) if self._attempt is None else self._attempt
 
+    def loaded(self, cursor: Cursor) -> None:
+        """Note that a state was loaded: the run continues there."""
+        self._how, self._origin = "loaded", cursor
+
+    def chosen(self, cursor: Cursor) -> None:
+        """Note that an epoch was chosen. A new run begins there, as by those who make a loader for every epoch."""
+        if self._how == "fresh":
+            self._origin = cursor
+
+    def looked(self) -> None:
+        """Note that the last pass was only a look at its first batch, and is taken back."""
+        self._how = "looked" if self._how == "on" else self._how
+
     def begin(
         self,
         spec: PipelineSpec,
         cursor: Cursor,
+        batching: Batching,
         *,
-        how: str,
-        origin: Cursor,
-        end: Ending | None,
-        batch_size: int,
-        last_batch: str | None,
-        workers: int,
-        measured: Measured | None = None,
-        load: bool = False,
-        sizes: BatchSizes | None = None,
+        until: int = UNKNOWN,
         planning: Planning | None = None,
+        workers: int = 0,
+        measured: Measured | None = None,
         sources: Sequence[str] = (),
         leased: LeaseSteps | None = None,
-        excluded: Mapping[int, Intervals] | None = None,
+        load: bool = False,
     ) -> None:
-        """Record that a pass begins at a cursor. ``leased``: the steps of its leases, if its batches are leases.
+        """Record that a pass begins at a cursor, in batches of some settings. ``until``: units of the epoch, if known.
 
-        Its steps are the positions [start + g·B, start + (g+1)·B) up to the end or, if positions cannot be computed
-        (``end`` is None), ``batch_size`` outputs of each rank.
-
-        ``sizes``: batch sizes that change. ``planning``: batches by a budget of tokens, which positions count then.
-
-        ``origin``: the cursor of the run before. ``how``: "fresh" for a new loader, "loaded" after a state was loaded,
-        "on" if the run continues. ``measured``: the source of figures. ``load``: a state was loaded, and no pass is
-        begun yet. ``sources``: names of the sources, if the documents of steps are recorded. ``excluded``: what
-        ``Loader.exclude`` left out, of outputs by lane or of positions as those of lane 0.
+        ``planning``: of batches by tokens. ``measured``: the source of figures. ``sources``: names of the sources, if
+        the documents of steps are recorded. ``leased``: the steps of its leases, if its batches are leases. ``load``: a
+        state was loaded, and no pass is begun yet.
         """
-        shard, until, done = spec.shard, UNKNOWN, EMPTY
-        if end is not None:
-            until, done = end.known(MOST_ROWS), spec.done_after(cursor)
-        self._ends = end is None or until == UNKNOWN  # then the end is recorded when it is reached
+        shard, in_lanes = spec.shard, spec.unit == "outputs"
+        self._ends = until == UNKNOWN  # then the end is recorded when it is reached
         self._rows = (stream_name(spec, self.name), shard.index)
+        origin = self._origin if isinstance(self._origin, Cursor) else self._origin.cursor()
+        how = self._how
         header: dict[str, Any] = {
-            **header_of(spec, cursor, origin, batch_size, last_batch, until, sizes, planning, done, leased, excluded),
+            **header_of(spec, cursor, origin, batching, until, leased),
+            "process": process_name(),
+            "space": process_space(),
             "attempt": self.attempt(shard),
             "stream": self._rows[0],
             "name": self.name,
@@ -154,13 +158,13 @@ class Ledger:
             **{key: value for key, value in (("load", load), ("sources", list(sources))) if value},
         }
         self._lanes = None
-        if end is None:
+        if in_lanes:
             numbers = Share.of(spec.lanes, shard).lanes.positions(0, spec.lanes).tolist()
             self._lanes = LaneRecorder(cursor.lanes, numbers, start(spec.node))
             header |= {"lanes": spec.lanes, "cursors": list(self._lanes.begin.items()), "ended": self._lanes.ended}
         try:
             header |= self._open(header["attempt"], shard)
-            if sources and end is None and not load:  # else rows follow from positions
+            if sources and in_lanes and not load:  # else rows follow from positions
                 self.documents.begin(self._path, header["number"])
             save_order(self.folder, spec)
             if planning is not None:
@@ -186,21 +190,19 @@ class Ledger:
         self._seen = self.end + 1 + line.rindex(_SEEN % 0)
         self._write(b"\n" + line + b"\n")
 
-    def prepare_step(self, cursor: Cursor | StepOutputs) -> None:
-        """Write the cursors of earlier steps that are due, before the step that ends at a cursor is recorded."""
-        if self._lanes is not None and self._lanes.is_due(self._marks(self._lanes, cursor)):
+    def prepare_step(self, at: Any) -> None:
+        """Write the cursors of earlier steps that are due, before the step that ends at a place is recorded."""
+        if self._lanes is not None and self._lanes.is_due(Places.of(at, self._lanes.numbers)):
             self.flush()
 
-    def step(self, skipped: int, waited: float, cursor: Cursor | StepOutputs) -> None:
-        """Record that a batch is delivered without ``skipped`` of its rows, and the cursor after it.
+    def step(self, skipped: int, waited: float, at: Any) -> None:
+        """Record that a batch is delivered without ``skipped`` of its rows, and the place after it.
 
         ``waited``: seconds that the model has waited since the pass began.
         """
         now = self._last = time.monotonic()
         due = now >= self._due
         record = b"." if not skipped else b"-%d." % skipped
-        if self._lanes is not None and isinstance(cursor, StepOutputs) and cursor.dropped:
-            record = b"x%d;" % cursor.dropped + record
         if self._beside:
             record += b"!"  # another loader of the same rows has begun a pass meanwhile
             self._beside = False
@@ -208,8 +210,9 @@ class Ledger:
         if is_mark:
             record += self._times(now, waited)
         self._write(record)
+        self._how, self._origin = "on", at
         if self._lanes is not None:
-            self._lanes.pending.append(self._marks(self._lanes, cursor))
+            self._lanes.pending.append(Places.of(at, self._lanes.numbers))
         if is_mark:
             self._mark = now + min(_MARK_SECONDS, max(_FIRST_MARK, now - self._began))
             self.flush()
@@ -245,14 +248,6 @@ class Ledger:
         self.flush()
         self.documents.trim()
 
-    @staticmethod
-    def _marks(lanes: LaneRecorder, cursor: Cursor | StepOutputs) -> Sequence[Any]:
-        """Return where the lanes are, in the order of their numbers."""
-        if isinstance(cursor, StepOutputs):
-            return cursor.marks
-        assert cursor.lanes is not None
-        return [cursor.lanes.by_lane[number].cursor for number in lanes.numbers]
-
     def _times(self, now: float, waited: float) -> bytes:
         measured = self._measured
         waited = waited if measured is None else measured.all_waited
@@ -282,16 +277,15 @@ class Ledger:
                 os.pwrite(self._file, zeros, end)
         self.end = end
 
-    def finish(self, waited: float, end: Cursor, dropped: int = 0) -> None:
-        """Record that a pass was iterated to its end. ``dropped``: outputs excluded after the last step."""
+    def finish(self, waited: float, end: Cursor) -> None:
+        """Record that a pass was iterated to its end."""
         self.flush()
-        if dropped:
-            self._write(b"x%d;" % dropped)
         if self._ends:
             self._write(b"#")
-        if self._lanes is not None and end.lanes is not None:
-            self._lanes.pending.append(self._marks(self._lanes, end))
+        if self._lanes is not None and end.lanes:
+            self._lanes.pending.append(Places.of(end, self._lanes.numbers))
             self.flush()
+        self._how, self._origin = "on", end
         self._write(self._times(self._last, waited))  # as all marks, at a step: what follows is not its time
         self._see(self._last)
         self.sync()

@@ -115,8 +115,9 @@ def weight_changes(passes: Iterable[tuple[int, Generation]]) -> list[WeightChang
     found: list[WeightChange] = []
     last = None
     for steps, one in passes:
-        current = None if one.mix is None or one.mix.weights is None else (one.mix.phase, one.mix.weights)
-        if current is not None and current != last and one.mix is not None:
-            found.append(one.mix.change(steps + 1, one.shape.epoch, one.shape.start))
+        mix = one.first.mix
+        current = None if mix is None or mix.weights is None else (mix.phase, mix.weights)
+        if current is not None and current != last and mix is not None:
+            found.append(mix.change(steps + 1, one.shape.epoch, one.cursor.position))
         last = current
     return found

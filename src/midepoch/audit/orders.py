@@ -26,6 +26,7 @@ from midepoch.order import EpochOrder, Layout, Order, Selection, Weighted
 from midepoch.pipeline.identity import leaf_identity
 from midepoch.pipeline.leaf import Leaf
 from midepoch.pipeline.node import Mix
+from midepoch.pipeline.planned import GivenLengths, Planning
 from midepoch.pipeline.spec import PipelineSpec
 from midepoch.state.format import order_of
 
@@ -50,11 +51,10 @@ def _identity(spec: PipelineSpec) -> dict[str, Any]:
     """Return the identity of a pipeline without weights that were set, and without a schedule, which may change."""
     fields = dict(spec.identity)
     if isinstance(spec.node.base, Mix):
-        parts = json.loads(fields["parts"])
+        fields["parts"] = parts = dict(fields["parts"])
         parts.pop("learned", None)
         if parts.pop("schedule", None) is not None:
             del parts["weights"]
-        fields["parts"] = json.dumps(parts, separators=(",", ":"))
     return fields
 
 
@@ -69,7 +69,7 @@ def save_order(folder: Path, spec: PipelineSpec) -> None:
         return
     arrays: dict[str, npt.NDArray[Any]] = {}
     about: dict[str, Any] = dict(spec.identity)
-    if spec.has_positions:
+    if spec.unit == "rows":
         arrays = _arrays(spec.leaf)
         about["files"] = _files(spec.leaf)
     else:
@@ -80,12 +80,7 @@ def save_order(folder: Path, spec: PipelineSpec) -> None:
     buffer = io.BytesIO()
     text = np.frombuffer(json.dumps(about).encode(), dtype=np.uint8)
     np.savez_compressed(buffer, about=text, **arrays)  # type: ignore[arg-type]
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-    with temporary.open("wb") as file:
-        file.write(buffer.getvalue())
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)  # by all ranks, equal
+    _write(path, buffer.getvalue())
 
 
 def _arrays(leaf: Leaf) -> dict[str, npt.NDArray[Any]]:
@@ -215,3 +210,46 @@ class KnownOrder:
         if len(self.sources) > 1:
             raise StateError("the run has several sources, but this is known for one source only.")
         return self.sources[0]
+
+    def lengths(self, length: str) -> GivenLengths:
+        """Return the lengths of the rows by which batches were formed. Raises StateError if they are not stored."""
+        path = _lengths_path(self._path.parent, self.name, length)
+        try:
+            with np.load(path, allow_pickle=False) as stored:
+                return GivenLengths(stored["lengths"].astype(np.int64))
+        except (OSError, ValueError, KeyError, EOFError) as problem:
+            raise StateError(
+                f"the rows of batches by tokens cannot be named: their lengths are not beside the ledger ({problem}). "
+                f"They are stored for up to {MOST_ROWS:,} rows."
+            ) from None
+
+
+MOST_ROWS = 4_000_000
+"""Rows up to which lengths are stored, and batches of an epoch counted when a pass begins: about a second."""
+
+
+def _lengths_path(folder: Path, order: str, length: str) -> Path:
+    return folder / f"{order}-{hashlib.blake2b(length.encode(), digest_size=4).hexdigest()}.lengths"
+
+
+def save_lengths(folder: Path, spec: PipelineSpec, planning: Planning) -> None:
+    """Store the lengths of the rows of a pipeline, unless they are stored or too many."""
+    path = _lengths_path(folder, order_name(spec), planning.budget.length)
+    selection = spec.base.order.selection
+    if len(selection) > MOST_ROWS or (path.exists() and path.stat().st_size):
+        return
+    rows = np.arange(len(selection), dtype=np.int64)
+    lengths = planning.lengths.of(selection.source_rows(rows) if planning.by_source else rows)
+    buffer = io.BytesIO()
+    np.savez_compressed(buffer, lengths=lengths.astype(np.uint32))
+    _write(path, buffer.getvalue())
+
+
+def _write(path: Path, content: bytes) -> None:
+    """Write a file that all ranks write, equal."""
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    with temporary.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)

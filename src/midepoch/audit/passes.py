@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from midepoch._internal.address import Address, is_address
@@ -12,11 +11,10 @@ from midepoch.audit.documents import RecordedDocuments
 from midepoch.audit.figures import Mark
 from midepoch.audit.lanes import LaneTrack
 from midepoch.audit.leases import LeaseRecord
-from midepoch.audit.mixes import RecordedMix
-from midepoch.audit.records import SUFFIX, UNKNOWN, Passed, Place, Shape, read_passes, steps_in
+from midepoch.audit.records import SUFFIX, Passed, Shape, read_passes, steps_in
 from midepoch.audit.starts import host_of
 from midepoch.errors import DataNotFoundError
-from midepoch.order.intervals import Intervals
+from midepoch.pipeline.cursor import Cursor
 
 _OTHER_CLOCK = 300.0
 """Seconds by which the clocks of two machines may differ."""
@@ -24,127 +22,124 @@ _OTHER_CLOCK = 300.0
 
 @dataclass
 class Generation:
-    """The records of one pass on all ranks.
-
-    ``until``: position at which the run left the pass; later rows were delivered again.
-    """
+    """The records of one pass on all ranks."""
 
     shape: Shape
     beginning: tuple[int, int, int, int]
     """Sort key: the number of the start, earlier uses of its name, and the largest and least number of the pass."""
-    hows: dict[int, str]
-    """The way in which each rank came to it: with a "fresh" loader, a "loaded" state, or continuing ("on")."""
-    origin: Place
+    of_rank: dict[int, Passed]
+    """By rank, its record."""
+    missing: tuple[int, ...]
+    """Ranks without a record."""
     end: int
-    rows: int
-    name: str
-    steps: dict[int, int]
-    skipped: dict[int, tuple[tuple[int, int], ...]]
-    until: int
-    beside: bool = False
-    missing: tuple[int, ...] = field(default=())
-    is_load: bool = False
-    """True if a state was loaded, and no pass is begun yet."""
-    reused: bool = False
-    """True if another start had the same name."""
-    lost: tuple[int, ...] = ()
-    """Ranks whose ledger could not be written any further in this pass."""
-    overtaken: bool = False
+    """Units of the epoch, if they are known, else UNKNOWN."""
+    overtaken: bool
     """True if an earlier start continued after this one had begun to record."""
-    times: tuple[float, float] = (0.0, 0.0)
+    beside: bool
+    """True if another loader of the same rows recorded at the same time."""
+    times: tuple[float, float]
     """Times of the first and the last record, as far as they are known."""
-    tracks: dict[int, LaneTrack] = field(default_factory=dict)
-    """By rank, the cursors of its lanes, if positions cannot be computed."""
-    lanes: int = 0
-    marks: dict[int, tuple[float, tuple[Mark, ...]]] = field(default_factory=dict)
-    """By rank, the time of its beginning, and its occasional records."""
-    processes: dict[int, tuple[str, str]] = field(default_factory=dict)
-    """By rank, the name of its process, and of the machine or container in which it can be seen."""
-    last_steps: dict[int, float] = field(default_factory=dict)
-    """By rank, the time of its last step, as far as it is known."""
-    workers: int | None = None
-    finished: bool = False
-    """True if all ranks reached the end of the epoch."""
-    sources: tuple[str, ...] = ()
-    """Names of the sources, if batches have provenance."""
-    documents: dict[int, tuple[RecordedDocuments, int]] = field(default_factory=dict)
-    """By rank, the documents of the steps of its process, and the number of the pass in that process."""
-    leases: dict[int, LeaseRecord] = field(default_factory=dict)
-    """By rank, what was leased and acknowledged."""
-    numbers: dict[int, int] = field(default_factory=dict)
-    """By rank, the number of the pass in its process."""
-    excluded: str = ""
-    """Rows of the sources that yield nothing, as text, if positions cannot be computed."""
-    excluded_places: Mapping[int, Intervals] = field(default_factory=dict)
-    """Outputs by lane, or positions as those of lane 0, that ``Loader.exclude`` left out after the start."""
-    mix: RecordedMix | None = None
-    """The mix, if it has a schedule or weights that were set."""
+    kept_steps: int = 0
+    """Steps that the run kept: those that no later pass took back."""
+
+    @property
+    def first(self) -> Passed:
+        """The record of one of the ranks, for what they have in common."""
+        return next(iter(self.of_rank.values()))
+
+    @property
+    def is_load(self) -> bool:
+        """True if a state was loaded, and no pass is begun yet."""
+        return self.first.is_load
+
+    @property
+    def in_lanes(self) -> bool:
+        """True if positions cannot be computed."""
+        return self.first.unit == "outputs"
+
+    @property
+    def lanes(self) -> int:
+        """The number of lanes, or 0 if positions can be computed."""
+        return self.first.lanes
+
+    @property
+    def before(self) -> int:
+        """Steps of the run before it: the most of all ranks."""
+        return max(one.cursor.steps for one in self.of_rank.values())
+
+    @property
+    def cursor(self) -> Cursor:
+        """The cursor at which it begins, with the lanes of all ranks."""
+        lanes = {number: lane for one in self.of_rank.values() for number, lane in one.cursor.lanes.items()}
+        return Cursor(self.shape.epoch, lanes, self.before)
+
+    @property
+    def steps(self) -> dict[int, int]:
+        """By rank, the number of steps delivered."""
+        return {rank: one.steps for rank, one in self.of_rank.items()}
+
+    @property
+    def most_steps(self) -> int:
+        """Steps of the rank that has most."""
+        return max(self.steps.values())
 
     @property
     def how(self) -> str:
         """The way in which the run came to it: if one rank loaded a state, all are assumed to have."""
-        return next(how for how in ("loaded", "fresh", "on") if how in self.hows.values())
+        hows = {one.how for one in self.of_rank.values()}
+        return next(how for how in ("loaded", "fresh", "looked", "on") if how in hows)
 
     @property
-    def place(self) -> Place:
-        return (self.shape.epoch, self.shape.start)
+    def tracks(self) -> dict[int, LaneTrack]:
+        """By rank, the cursors of its lanes."""
+        return {rank: one.track for rank, one in self.of_rank.items() if one.track is not None}
 
     @property
-    def after(self) -> Place:
-        """The place after all rows that were kept of it."""
-        return (self.shape.epoch, self.frontier)
+    def leases(self) -> dict[int, LeaseRecord]:
+        """By rank, what was leased and acknowledged."""
+        return {rank: one.leases for rank, one in self.of_rank.items() if one.leases is not None}
 
     @property
-    def is_look(self) -> bool:
-        """True if no rank received more than a first batch, of several."""
-        few = max(self.steps.values()) <= 1 and self.shape.after(1) < self.end
-        return few and not any(track.finished for track in self.tracks.values())
+    def documents(self) -> dict[int, tuple[RecordedDocuments, int]]:
+        """By rank, the documents of the steps of its process, and the number of the pass in that process."""
+        found = ((rank, one) for rank, one in self.of_rank.items() if one.documents is not None)
+        return {rank: (one.documents, one.beginning[1]) for rank, one in found if one.documents is not None}
 
-    def made(self, rank: int) -> int:
-        """Return the position up to which a rank received its rows, whether the run kept them or not."""
-        record = self.leases.get(rank)
-        steps = self.steps.get(rank, 0) if record is None or self.lanes else record.reach
-        return min(self.shape.after(steps), self.end)
+    @property
+    def marks(self) -> dict[int, tuple[float, tuple[Mark, ...]]]:
+        """By rank, the time of its beginning, and its occasional records."""
+        return {rank: (one.beginning[2], one.marks) for rank, one in self.of_rank.items()}
+
+    @property
+    def last_steps(self) -> dict[int, float]:
+        """By rank, the time of its last step, as far as it is known."""
+        return {rank: _last_time(one) for rank, one in self.of_rank.items()}
+
+    @property
+    def processes(self) -> dict[int, tuple[str, str]]:
+        """By rank, the name of its process, and of the machine or container in which it can be seen."""
+        return {rank: (one.process, one.space) for rank, one in self.of_rank.items()}
+
+    @property
+    def lost(self) -> tuple[int, ...]:
+        """Ranks whose ledger could not be written any further in this pass."""
+        return tuple(rank for rank, one in self.of_rank.items() if one.lost)
+
+    @property
+    def workers(self) -> int | None:
+        """The most workers of a rank."""
+        return max((one.workers for one in self.of_rank.values() if one.workers is not None), default=None)
+
+    def skipped(self, steps: int) -> int:
+        """Return the rows that were skipped in the first steps."""
+        return sum(rows for one in self.of_rank.values() for step, rows in one.skipped if step < steps)
 
     def received(self, rank: int, step: int) -> bool:
-        """Return True unless a step of a pass of leases was left out: the rank had acknowledged it before."""
-        return (record := self.leases.get(rank)) is None or record.has(step)
-
-    def reached(self, rank: int) -> int:
-        """Return the position up to which a rank received the rows that the run kept."""
-        return min(self.made(rank), self.until)
-
-    @property
-    def common(self) -> int:
-        """The position up to which all ranks received their rows."""
-        return self.shape.start if self.missing else min(map(self.reached, self.steps))
-
-    @property
-    def frontier(self) -> int:
-        """The position of the rank with the most steps."""
-        return max(map(self.reached, self.steps))
-
-    @property
-    def kept_steps(self) -> int:
-        """Number of steps up to the position at which the run left the pass."""
-        return self.shape.steps_to(self.frontier)
-
-    @property
-    def kept_numbers(self) -> int:
-        """Number of those steps, with the ones that were excluded before and between them."""
-        if (amid := self.shape.amid) is None:
-            return self.kept_steps
-        return amid.numbers.number(self.kept_steps) - self.shape.first_step
-
-    @property
-    def done(self) -> Intervals:
-        """Positions that are not delivered."""
-        return Intervals.decode(self.shape.done)
-
-    @property
-    def kept_skipped(self) -> int:
-        """Number of rows skipped in those."""
-        return sum(rows for of_rank in self.skipped.values() for step, rows in of_rank if step < self.kept_steps)
+        """Return True if a rank got a step. Of a pass of leases, it may have acknowledged it before."""
+        one = self.of_rank.get(rank)
+        if one is None or (one.leases is None and step >= one.steps):
+            return False
+        return one.leases is None or one.leases.has(step)
 
 
 def ledger_folder(run: str | Path) -> Path:
@@ -227,14 +222,8 @@ def _overtaken(one: Passed, files: dict[str, list[Passed]]) -> bool:
     return False
 
 
-def _is_over(one: Passed) -> bool:
-    """Return True if a process delivered the last batch of its epoch."""
-    steps = one.steps if one.leases is None or one.lanes else one.leases.reach
-    return one.finished or one.shape.after(steps) >= one.end
-
-
 def _last_time(one: Passed) -> float:
-    return max(one.seen or 0.0, one.beginning[2] + (one.marks[-1].elapsed / 1000 if one.marks else 0))
+    return max(one.seen, one.beginning[2] + (one.marks[-1].elapsed / 1000 if one.marks else 0))
 
 
 def _together(shape: Shape, passes: list[Passed], uses: dict[str, int], files: dict[str, list[Passed]]) -> Generation:
@@ -243,39 +232,13 @@ def _together(shape: Shape, passes: list[Passed], uses: dict[str, int], files: d
         if one.rank not in of_rank or one.steps > of_rank[one.rank].steps:
             of_rank[one.rank] = one
     starts, numbers, times = zip(*(one.beginning for one in passes), strict=True)
-    end = max(one.end for one in passes)
-    if end == UNKNOWN and len(of_rank) == shape.ranks and all(one.finished for one in of_rank.values()):
-        end = shape.after(max(one.steps for one in of_rank.values()))
     return Generation(
         shape,
         (min(starts), uses.get(passes[0].process, 0), max(numbers), min(numbers)),
-        {rank: one.how for rank, one in of_rank.items()},
-        min(one.origin for one in passes),
-        end,
-        passes[0].rows,
-        passes[0].name,
-        {rank: one.steps for rank, one in of_rank.items()},
-        {rank: one.skipped for rank, one in of_rank.items() if one.skipped},
-        end,
-        any(one.beside for one in passes),
+        dict(sorted(of_rank.items())),
         tuple(rank for rank in range(shape.ranks) if rank not in of_rank),
-        passes[0].is_load,
-        passes[0].reused,
-        tuple(rank for rank, one in of_rank.items() if one.lost),
+        min(one.end for one in passes),
         any(_overtaken(one, files) for one in passes),
+        any(one.beside for one in passes),
         (min(times), max(map(_last_time, passes))),
-        {rank: one.track for rank, one in of_rank.items() if one.track is not None},
-        passes[0].lanes,
-        {rank: (one.beginning[2], one.marks) for rank, one in of_rank.items()},
-        {rank: (one.process, one.space) for rank, one in of_rank.items()},
-        {rank: _last_time(one) for rank, one in of_rank.items()},
-        max((one.workers for one in passes if one.workers is not None), default=None),
-        len(of_rank) == shape.ranks and all(_is_over(one) for one in of_rank.values()),
-        passes[0].sources,
-        {rank: (one.documents, one.beginning[1]) for rank, one in of_rank.items() if one.documents is not None},
-        {rank: one.leases for rank, one in of_rank.items() if one.leases is not None},
-        {rank: one.beginning[1] for rank, one in of_rank.items()},
-        passes[0].excluded,
-        {lane: places for one in passes for lane, places in one.excluded_places.items()},
-        passes[0].mix,
     )

@@ -1,40 +1,52 @@
-"""The format of a ledger's files, and reading one: the passes that one process recorded, and the states it loaded."""
+"""The format of a ledger's files: the first line of a pass, and reading what one process recorded.
+
+A pass is a line of JSON, its *header*, followed by one byte for each step. The header has the cursor at which the pass
+begins, as a state has it, and the settings of its batches. So the units of every step follow from it: the third ``.``
+after ``{"epoch": 0, "steps": 0, "unit": "rows", "cursor": {}, "size": "4", "ranks": 2, "rank": 1, …}`` is the delivery
+of the positions 17, 19, 21 and 23. In lanes, the units of a step are recorded with it (``midepoch.audit.lanes``).
+"""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from functools import lru_cache
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from midepoch.audit.documents import RecordedDocuments
 from midepoch.audit.figures import Mark, read_figures
 from midepoch.audit.lanes import LaneTrack
-from midepoch.audit.leases import LeaseRecord, read_leases
-from midepoch.audit.mixes import RecordedMix, read_mix
+from midepoch.audit.leases import LeaseRecord, LeaseSteps, read_leases
+from midepoch.audit.mixes import RecordedMix, mix_of, read_mix
+from midepoch.audit.orders import order_name
 from midepoch.errors import StateError
 from midepoch.order.intervals import Intervals
-from midepoch.order.numbers import StepNumbers, steps_filled
 from midepoch.order.sizes import BatchSizes
+from midepoch.pipeline.cursor import Cursor
+from midepoch.pipeline.plans import UNKNOWN
+from midepoch.pipeline.spec import PipelineSpec
+from midepoch.state.format import excluded_from_json, lane_from_json, lane_to_json
 
-VERSION = 3
-VERSION_OF_POSITIONS = 1
-"""Version of the records of passes over positions."""
-VERSION_OF_OTHERS = 2
-"""Version of those over lanes, of batches by tokens, and of batch sizes that change. Newer: positions are excluded."""
-UNKNOWN = 2**62
-"""The end of an epoch whose outputs have no positions, until it is reached."""
+VERSION = 4
 SUFFIX = ".ledger"
 LOST = b"~"
 """Recorded when the ledger could not be written any further."""
 
-Place = tuple[int, int]
-"""An epoch and a position."""
-
 _TOKEN = re.compile(rb"-(\d+)\.|@(\d+)(?:,(\d+))?;|(\.+)|(!)|(~)|(#)|\[([\d,]*)\]|\{[^}]*\}|<[^>]*>")
+
+
+class Batching(NamedTuple):
+    """The settings of batches that a header records. ``size``: rows of a rank, or sizes by step as text."""
+
+    size: str
+    ends: str
+    budget: str = ""
+
+    @property
+    def sizes(self) -> int | BatchSizes:
+        """The rows of a rank in a step."""
+        return BatchSizes.of_text(self.size) if ":" in self.size else int(self.size)
 
 
 class Shape(NamedTuple):
@@ -45,68 +57,51 @@ class Shape(NamedTuple):
     order: str
     epoch: int
     start: int
+    """The position at which it begins. 0 in lanes, where ranks may have different ones."""
     ranks: int
-    global_batch: int
-    ends: str
-    sizes: str = ""
-    """Batch sizes of a rank that change, as text."""
-    first_step: int = 0
-    """The number of the first step in the run, if batch sizes change."""
-    batches: str = ""
-    """The budget of batches by tokens, as text. Then positions count batches, of which each rank gets one in a step."""
-    planned: str = ""
-    """The place at which the pass begins, of such batches: the start of the window, and its batches so far."""
-    done: str = ""
-    """Positions after the start that are not delivered, as text."""
+    batching: Batching
+    steps: int = 0
+    """Steps of the run before it. 0 in lanes, where ranks may have different numbers."""
 
     @property
-    def amid(self) -> Amid | None:
-        """Positions that are done, with the steps between them, or None if everything is delivered."""
-        return _amid(self) if self.done else None
-
-    def after(self, steps: int) -> int:
-        """Return the position after a number of steps, whether the epoch has so many or not."""
-        if (amid := self.amid) is not None:
-            return amid.done.remaining(amid.numbers.begin(steps))
-        if not self.sizes:
-            return self.start + steps * self.global_batch
-        sizes = BatchSizes.of_text(self.sizes)
-        return self.start + self.ranks * (sizes.before(self.first_step + steps) - sizes.before(self.first_step))
-
-    def steps_to(self, position: int) -> int:
-        """Return the number of steps that reach a position."""
-        if (amid := self.amid) is not None:
-            return amid.numbers.count(amid.done.before(position))
-        if not self.sizes:
-            return -(-(position - self.start) // self.global_batch)
-        sizes = BatchSizes.of_text(self.sizes)
-        rows = -(-(position - self.start) // self.ranks) + sizes.before(self.first_step)
-        steps = sizes.step_at(rows)
-        return steps + (sizes.before(steps) < rows) - self.first_step
+    def global_batch(self) -> int:
+        """Rows of a step, of all ranks: the most, if sizes change."""
+        sizes = self.batching.sizes
+        return self.ranks * (sizes if isinstance(sizes, int) else max(sizes.sizes))
 
 
-class Amid(NamedTuple):
-    """The positions of a pass that are done, and its steps among those that remain.
-
-    ``start``: the first position that is delivered. Numbers of steps count from the beginning of the pass, with those
-    that were excluded.
-    """
-
-    start: int
-    done: Intervals
-    numbers: StepNumbers
-
-
-@lru_cache(maxsize=64)
-def _amid(shape: Shape) -> Amid:
-    start, _, done = Intervals.decode(shape.done).left(shape.start, 1 << 61)
-    sizes = BatchSizes((0,), (shape.global_batch,))
-    if shape.sizes:
-        of_rank = BatchSizes.of_text(shape.sizes)
-        sizes = BatchSizes(of_rank.steps, tuple(size * shape.ranks for size in of_rank.sizes))
-    first = shape.first_step + steps_filled(sizes, shape.first_step, start - shape.start)
-    found = StepNumbers.of(done, start, first, sizes)
-    return Amid(start, done, found)
+def header_of(
+    spec: PipelineSpec,
+    cursor: Cursor,
+    origin: Cursor,
+    batching: Batching,
+    until: int,
+    leased: LeaseSteps | None,
+) -> dict[str, Any]:
+    """Return what all passes record. ``origin``: where the run was before. ``until``: units of the epoch, if known."""
+    shard = spec.shard
+    return {
+        "midepoch_ledger": VERSION,
+        "order": order_name(spec),
+        "stood": [origin.epoch, origin.steps],
+        "rank": shard.index,
+        "ranks": shard.count,
+        "epoch": cursor.epoch,
+        "steps": cursor.steps,
+        "unit": spec.unit,
+        "cursor": {
+            str(number): {**lane_to_json(lane), **({} if spec.unit == "rows" else {"at": None})}
+            for number, lane in cursor.lanes.items()
+        },
+        "end": until,
+        "rows": spec.rows,
+        "size": batching.size,
+        "ends": batching.ends,
+        **({"budget": batching.budget} if batching.budget else {}),
+        **({"excluded": spec.excluded_json} if spec.excluded else {}),
+        **({} if leased is None else {"leases": leased.to_json()}),
+        **mix_of(spec.node, cursor.epoch),
+    }
 
 
 @dataclass(frozen=True)
@@ -114,53 +109,60 @@ class Passed:
     """The record of one pass by one process: the number of steps delivered, and rows skipped in them."""
 
     shape: Shape
+    cursor: Cursor
+    """Where it began. In lanes, without the cursors of their stages, which ``track`` has."""
+    unit: str
     beginning: tuple[int, int, float]
     """The number of the start, of the pass in its process, and the time."""
     process: str
     how: str
-    origin: Place
+    origin: tuple[int, int]
+    """The epoch and step at which the run was before."""
     rank: int
     end: int
+    """Units of the epoch, if they are known, else UNKNOWN."""
     rows: int
-    name: str = ""
-    steps: int = 0
-    skipped: tuple[tuple[int, int], ...] = ()
+    name: str
+    steps: int
+    skipped: tuple[tuple[int, int], ...]
     """(step, rows skipped), for steps with skipped rows."""
-    beside: bool = False
+    beside: bool
     """True if another loader of the same rows recorded at the same time."""
-    marks: tuple[Mark, ...] = ()
-    is_load: bool = False
+    marks: tuple[Mark, ...]
+    is_load: bool
     """True if only a state was loaded, and no pass is begun yet."""
-    reused: bool = False
-    """True if another start had the same name."""
-    lost: bool = False
+    lost: bool
     """True if the ledger could not be written any further in this pass."""
-    track: LaneTrack | None = None
+    track: LaneTrack | None
     """The cursors of the lanes, if positions cannot be computed."""
-    lanes: int = 0
-    finished: bool = False
-    """True if the end of the epoch was reached, for passes without positions."""
-    previous: tuple[tuple[str, int], ...] = ()
+    lanes: int
+    finished: bool
+    """True if the end of the epoch was reached."""
+    previous: tuple[tuple[str, int], ...]
     """Files of earlier processes of this rank, and the number of their steps when this process began to record: the
     last one of a start of the same name, and the last one of another start.
     """
-    workers: int | None = None
-    space: str = ""
+    workers: int | None
+    space: str
     """The machine or container of the process."""
-    excluded: str = ""
-    """Rows of the sources that yield nothing, as text, if positions cannot be computed."""
-    excluded_places: Mapping[int, Intervals] = field(default_factory=dict)
-    """Outputs by lane, or positions as those of lane 0, that ``Loader.exclude`` left out after the start."""
-    seen: float | None = None
-    """Time of the last step, within a second. None in ledgers of older versions."""
-    sources: tuple[str, ...] = ()
+    excluded: dict[str, str]
+    """Rows of the sources that are not delivered."""
+    seen: float
+    """Time of the last step, within a second."""
+    sources: tuple[str, ...]
     """Names of the sources, if batches have provenance."""
-    documents: RecordedDocuments | None = None
+    documents: RecordedDocuments | None
     """The documents of the steps of the process, if they are recorded."""
-    leases: LeaseRecord | None = None
+    leases: LeaseRecord | None
     """Leases and acknowledgements, if its batches were leases."""
-    mix: RecordedMix | None = None
+    mix: RecordedMix | None
     """The mix, if it has a schedule or weights that were set."""
+    reused: bool = False
+    """True if another start had the same name."""
+
+    def excluded_rows(self, sources: int) -> tuple[Intervals, ...]:
+        """Return the excluded rows of each source."""
+        return excluded_from_json(self.excluded, sources)
 
 
 def numbered(path: Path) -> tuple[int, str] | None:
@@ -197,16 +199,16 @@ def _header(line: bytes, path: Path) -> dict[str, Any] | None:
         return None  # truncated, so nothing can follow
     if not isinstance(header, dict) or not isinstance(header.get("midepoch_ledger"), int):
         raise StateError(f"{path} is not a ledger of midepoch.")
-    if header["midepoch_ledger"] > VERSION:
-        raise StateError(f"{path} was written by a newer midepoch. Upgrade midepoch to read it.")
+    if header["midepoch_ledger"] != VERSION:
+        age = "a newer" if header["midepoch_ledger"] > VERSION else "an earlier development"
+        raise StateError(f"{path} was written by {age} version of midepoch. Read it with that version.")
     return header
 
 
 def _passed(header: dict[str, Any], record: bytes, path: Path) -> Passed:
-    steps, beside, lost = 0, False, False
+    steps, beside, lost, finished = 0, False, False, False
     skipped: list[tuple[int, int]] = []
     marks: list[Mark] = []
-    finished = False
     for without, after, waited, dots, bang, end, over, figures in _TOKEN.findall(record):
         if without:
             skipped.append((steps, int(without)))
@@ -217,11 +219,26 @@ def _passed(header: dict[str, Any], record: bytes, path: Path) -> Passed:
             marks[-1] = marks[-1]._replace(figures=read_figures(figures))
         steps += len(dots)
         beside, lost, finished = beside or bool(bang), lost or bool(end), finished or bool(over)
-    number = (numbered(path) or (0, ""))[0]
     try:
+        unit = header["unit"]
+        lanes = {int(number): lane_from_json(lane, unit) for number, lane in header["cursor"].items()}
+        cursor = Cursor(header["epoch"], lanes, header["steps"])
+        in_lanes = unit == "outputs"
+        shape = Shape(
+            header["attempt"],
+            header["stream"],
+            header["order"],
+            header["epoch"],
+            0 if in_lanes else cursor.position,
+            header["ranks"],
+            Batching(header["size"], header["ends"], header.get("budget", "")),
+            0 if in_lanes or "leases" in header else header["steps"],
+        )
         return Passed(
-            shape=Shape(**{name: header[name] for name in Shape._fields if name in header}),
-            beginning=(number, header["number"], header["time"]),
+            shape=shape,
+            cursor=cursor,
+            unit=unit,
+            beginning=((numbered(path) or (0, ""))[0], header["number"], header["time"]),
             process=header["process"],
             how=header["how"],
             origin=(header["stood"][0], header["stood"][1]),
@@ -235,23 +252,27 @@ def _passed(header: dict[str, Any], record: bytes, path: Path) -> Passed:
             marks=tuple(marks),
             is_load=bool(header.get("load")),
             lost=lost,
-            track=LaneTrack(dict(header["cursors"]), record, frozenset(header.get("ended", ())))
-            if "cursors" in header
-            else None,
+            track=LaneTrack(dict(header["cursors"]), record, frozenset(header["ended"])) if in_lanes else None,
             lanes=header.get("lanes", 0),
             finished=finished,
-            previous=tuple((name, steps) for name, steps in header.get("previous", ())),
+            previous=tuple((name, count) for name, count in header.get("previous", ())),
             workers=header.get("workers"),
             space=header.get("space", ""),
-            excluded=header.get("excluded", ""),
-            excluded_places={
-                int(lane): Intervals.decode(places) for lane, places in header.get("excluded_places", {}).items()
-            },
-            seen=header["time"] + int(header["seen"]) / 1000 if "seen" in header else None,
+            excluded=header.get("excluded", {}),
+            seen=header["time"] + int(header.get("seen", "0")) / 1000,
             sources=tuple(header.get("sources", ())),
-            documents=RecordedDocuments(path) if "sources" in header and "cursors" in header else None,
+            documents=RecordedDocuments(path) if "sources" in header and in_lanes else None,
             leases=read_leases(header, record),
             mix=read_mix(header.get("mix")),
         )
     except (KeyError, ValueError, TypeError, IndexError) as problem:
         raise StateError(f"{path} is damaged: {type(problem).__name__}: {problem}") from None
+
+
+def batching_of(size: int, sizes: BatchSizes | None, last_batch: str | None, budget: str, *, planned: bool) -> Batching:
+    """Return the settings of batches as a header records them."""
+    ends = last_batch or ("dealt" if planned else "uneven")
+    return Batching(str(size) if sizes is None else sizes.text, ends, budget)
+
+
+__all__ = ["LOST", "SUFFIX", "UNKNOWN", "Batching", "Passed", "Shape", "header_of", "read_passes"]

@@ -2,31 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
 from pathlib import Path
-
-import numpy as np
-import numpy.typing as npt
+from typing import Any
 
 from midepoch._internal.hints import hinted
-from midepoch.audit.consumed import LaneCounts
-from midepoch.audit.coverage import count, never_in, pieces_of
-from midepoch.audit.history import History
-from midepoch.audit.leased import count_leases
-from midepoch.audit.leases import LeaseCounts
+from midepoch.audit import naming
+from midepoch.audit.consumed import Delivery, LaneRun, RowCounts
+from midepoch.audit.documents import Document
 from midepoch.audit.mixes import WeightChange, weight_changes
-from midepoch.audit.naming import Naming
+from midepoch.audit.naming import Overlap, Report
 from midepoch.audit.orders import KnownOrder
 from midepoch.audit.passes import Generation, ledger_folder, read_generations
-from midepoch.audit.planned import KnownBatches
-from midepoch.audit.records import UNKNOWN, Shape
-from midepoch.errors import DataNotFoundError
-from midepoch.order.intervals import EMPTY
-
-Int64Array = npt.NDArray[np.int64]
+from midepoch.audit.proof import EpochUnits, LeaseCounts, delivered_by, units_by_epoch, units_in
+from midepoch.errors import DataNotFoundError, StateError
+from midepoch.order import Shard
+from midepoch.order.budget import Budget
+from midepoch.order.intervals import EMPTY, Intervals
+from midepoch.pipeline.planned import PlannedEpoch, Planning, window_at
+from midepoch.pipeline.plans import Plan, TokenPlan
 
 
 @dataclass(frozen=True)
@@ -38,6 +34,8 @@ class EpochProof:
     - ``pending``: rows that are not delivered yet
     - ``skipped``: rows skipped under ``on_error="skip"``, which count as delivered
     - ``again``: rows delivered by a start that crashed, and again after the resume
+
+    If positions cannot be computed, ``repeated``, ``never`` and ``excluded`` steps count outputs of the pipeline.
     """
 
     epoch: int
@@ -72,12 +70,11 @@ class EpochProof:
         return self.exact and not self.pending
 
 
-class Run(Naming):
+class Run:
     """The ledger of a run, read. ``stream`` is one of the loaders that recorded there (``streams``).
 
-    Steps are counted from 1 over all starts, as the weights have seen them: a step that was lost in a crash and
-    repeated counts once, and one that is excluded, or acknowledged before a block of leases, has a number, too. Rows
-    are numbers in the dataset before shuffling.
+    Steps are counted from 1 over all starts, as ``loader.steps`` counts them: a step that was lost in a crash and
+    repeated counts once. Rows are numbers in the dataset before shuffling.
     """
 
     def __init__(self, folder: Path, generations: list[Generation], stream: str) -> None:
@@ -85,37 +82,75 @@ class Run(Naming):
         self._all = [one for one in generations if one.shape.stream == stream]  # with states that were only loaded
         self.every = [one for one in self._all if not one.is_load]
         """All passes, also those that a later one took over."""
-        self.streams = {one.shape.stream: one.name for one in generations}
+        self.streams = {one.shape.stream: one.first.name for one in generations}
         """All loaders that recorded in the folder, with the names that were given to them."""
-        self.generations = History(self._all).all
-        """The passes that the weights have seen, each up to the point where a later one took over."""
+        self._plans: dict[int, Plan | TokenPlan] = {}
+        self.generations, self.first_steps = _history(self._all)
+        """The passes that the weights have seen, and the number of steps before each."""
 
-    @cached_property
-    def _batches(self) -> dict[Shape, KnownBatches]:
-        return {}
-
-    @property
-    def unit(self) -> str:
-        """The unit of positions: rows or, if they are put together by tokens, batches."""
-        return "batches" if self.every[-1].shape.batches else "rows"
+    # Its parts
 
     @cached_property
     def _orders(self) -> dict[str, KnownOrder]:
-        return {one.shape.order: KnownOrder(self.folder, one.shape.order) for one in (*self.every, *self.generations)}
+        return {one.shape.order: KnownOrder(self.folder, one.shape.order) for one in self._all}
+
+    def order_of(self, one: Generation) -> KnownOrder:
+        """Return the order of the rows of a pass."""
+        return self._orders[one.shape.order]
 
     @property
     def order(self) -> KnownOrder:
         """The order of the rows in the last pass. (Passes before a fresh start may have another.)"""
-        return self._orders[self.generations[-1].shape.order]
+        return self.order_of(self.generations[-1] if self.generations else self.every[-1])
 
-    @cached_property
-    def _first_steps(self) -> list[int]:
-        """The number of steps before each pass, and the total."""
-        return list(accumulate((one.kept_numbers for one in self.generations), initial=0))
+    def lanes_of(self, one: Generation) -> LaneRun:
+        """Return the lanes of a pass, read with its order."""
+        return LaneRun(self.order_of(one))
+
+    def excluded_positions(self, one: Generation) -> Intervals:
+        """Return the positions of the rows that are excluded in every epoch."""
+        if not one.first.excluded:
+            return EMPTY
+        source = self.order_of(one).source
+        rows = one.first.excluded_rows(1)[0].positions()
+        return Intervals.from_positions(source.at(one.shape.epoch).positions_of_rows(rows))
+
+    def plan_of(self, one: Generation) -> Plan | TokenPlan:
+        """Return the steps of a pass over positions, as they were planned."""
+        if id(one) not in self._plans:
+            self._plans[id(one)] = self._made_plan(one)
+        return self._plans[id(one)]
+
+    def _made_plan(self, one: Generation) -> Plan | TokenPlan:
+        batching, cursor, ranks = one.shape.batching, one.cursor, one.shape.ranks
+        source, excluded = self.order_of(one).source, self.excluded_positions(one)
+        if not batching.budget:
+            done = cursor.lane.done.union(excluded).from_(cursor.lane.taken)
+            return Plan.of(cursor, one.first.rows, batching.sizes, ranks, batching.ends, done)
+        length = json.loads(batching.budget)[-1]
+        budget = Budget(1, length=length).earlier(batching.budget)
+        if budget is None:
+            raise StateError(
+                "the rows of batches that were balanced by a function cannot be named: the function is not recorded."
+            )
+        planning = Planning(budget, self.order_of(one).lengths(length), 1.0, by_source=False)
+        at = window_at(cursor.lane)
+        batches = PlannedEpoch(source.order, source.layout, planning, one.shape.epoch, at, excluded)
+        ends = None if batching.ends == "dealt" else batching.ends
+        return TokenPlan(batches, cursor, one.first.rows, ranks, ends)
+
+    # Its history
+
+    @property
+    def unit(self) -> str:
+        """The unit of steps: rows or, if they are put together by tokens, batches."""
+        return "batches" if self.every[-1].shape.batching.budget else "rows"
 
     @property
     def steps(self) -> int:
-        return self._first_steps[-1]
+        """The number of steps that the weights have seen."""
+        ends = (first + one.kept_steps for first, one in zip(self.first_steps, self.generations, strict=True))
+        return max(ends, default=0)
 
     @property
     def attempts(self) -> int:
@@ -131,7 +166,7 @@ class Run(Naming):
     @property
     def weight_changes(self) -> list[WeightChange]:
         """The weights that were set during the run (``Loader.set_weights``), in the order of their steps."""
-        return weight_changes(zip(self._first_steps, self.generations, strict=False))
+        return weight_changes(zip(self.first_steps, self.generations, strict=True))
 
     @property
     def incomplete(self) -> set[int]:
@@ -142,13 +177,13 @@ class Run(Naming):
     def problems(self) -> list[str]:
         """Reasons why the ledger does not prove anything, in words. Empty if there are none."""
         problems = [
-            f"epoch {one.shape.epoch} from position {one.shape.start:,}: no record of rank "
+            f"epoch {one.shape.epoch} after step {one.before:,}: no record of rank "
             f"{', '.join(map(str, one.missing[:8]))}{', …' * (len(one.missing) > 8)} of {one.shape.ranks}"
             for one in self.generations
             if one.missing
             and not one.leases
-            and any(one.steps.values())
-            and (one is not self.generations[-1] or _are_through(one))
+            and one.most_steps
+            and (one is not self.generations[-1] or self._is_through(one))
         ]
         if any(one.beside for one in self.every):
             problems.append(
@@ -156,166 +191,292 @@ class Run(Naming):
                 'them, loader(audit=midepoch.audit.Ledger(folder, name="train"))'
             )
         problems += [
-            f"epoch {one.shape.epoch} from position {one.shape.start:,}: the record is incomplete, because the ledger "
+            f"epoch {one.shape.epoch} after step {one.before:,}: the record is incomplete, because the ledger "
             f"of rank {', '.join(map(str, one.lost[:8]))} could not be written. Rows counted as never may have been "
             "delivered"
             for one in self.generations
             if one.lost
         ]
-        if any(one.reused and one.missing for one in self.every):
+        if any(one.first.reused and one.missing for one in self.every):
             problems.append(
                 "several starts had the same name (MIDEPOCH_RUN_ID), and not all of their ranks can be separated: "
                 "set a new name for every start"
             )
         if any(one.overtaken for one in self._all):
             problems.append("two starts of the run recorded at the same time: each row may have been seen by both")
-        for epoch, passes in self._by_epoch.items():
-            if len({one.shape.order for one in passes}) > 1:
+        for epoch, units in self._units.items():
+            if len({one.shape.order for one in units.records if not one.is_load}) > 1:
                 problems.append(f"epoch {epoch} was resumed in another order than it was begun in")
         return problems
 
+    # Its proof
+
     @cached_property
-    def _by_epoch(self) -> dict[int, list[Generation]]:
-        found: dict[int, list[Generation]] = {}
-        for one in self.generations:
-            found.setdefault(one.shape.epoch, []).append(one)
-        return found
+    def _units(self) -> dict[int, EpochUnits]:
+        return units_by_epoch(self._all, self)
 
     @cached_property
     def epochs(self) -> list[EpochProof]:
         """The proof, epoch by epoch, including skipped epochs."""
-        every: dict[int, list[Generation]] = {}
-        for one in self.every:
-            every.setdefault(one.shape.epoch, []).append(one)
-        return [self._proof(epoch, every.get(epoch, [])) for epoch in range(min(every), max(every) + 1)]
+        known = [one.shape.epoch for one in self.every]
+        return [self._proof(epoch, self._units.get(epoch, EpochUnits())) for epoch in range(min(known), max(known) + 1)]
 
     @property
     def exact(self) -> bool:
         """True if no row of any epoch was lost or repeated, so far, and the ledger is complete."""
         return not self.problems and all(epoch.exact for epoch in self.epochs)
 
-    def _proof(self, epoch: int, every: list[Generation]) -> EpochProof:
-        kept = self._by_epoch.get(epoch, [])
-        if any(one.leases for one in every):
-            return self._lease_proof(epoch, every)
-        if self.every[-1].lanes:
-            return self._lane_proof(epoch, kept, every)
-        rows, unknown = self.every[-1].rows, False
-        if rows == UNKNOWN:  # batches that were not counted: more may come until the end is reached
-            rows = max((min(one.end, one.frontier) for one in kept), default=0)
-            unknown = not any(one.finished for one in kept)
-        pieces = [piece for one in kept for piece in pieces_of(one)]
-        end, frontier = self._end(epoch, kept, rows)
-        sure, rest, behind = count(pieces, 0, frontier), count(pieces, frontier, end), count(pieces, end, rows)
-        made = sum(_rows(one, one.made) for one in every)
-        left_out = EMPTY.union(*(one.done for one in kept)).before_(rows)
-        parts = ((0, frontier), (frontier, end), (end, rows))
-        excluded = [never_in(pieces, left_out, *part) if left_out else 0 for part in parts]
-        examples = sure.examples + tuple(rest.examples if rest.repeated else ())
-        if left_out:
-            examples = tuple(each for each in examples if not left_out.contains(np.array([each]))[0])
+    def _proof(self, epoch: int, units: EpochUnits) -> EpochProof:
+        passes = [one for one in self.every if one.shape.epoch == epoch]
+        kept = [one for one in self.generations if one.shape.epoch == epoch]
+        counted: dict[str, Any] = {
+            "epoch": epoch,
+            "repeated": units.repeated,
+            "skipped": sum(one.skipped(one.kept_steps) for one in kept),
+            "steps": sum(one.kept_steps for one in kept),
+        }
+        over = self._is_over(epoch, units)
+        if any(one.leases for one in passes):
+            return self._lease_proof(units, passes, over, counted)
+        if self.every[-1].in_lanes:
+            return self._lane_proof(units, passes, kept, over, counted)
+        rows, excluded = self.every[-1].first.rows, units.excluded_count
+        left = max(0, rows - units.count - excluded - units.never)
+        dropped = left if over and self._drops(epoch, left) else 0
         return EpochProof(
-            epoch,
-            rows,
-            once=sure.once + rest.once + behind.once,
-            repeated=sure.repeated + rest.repeated + behind.repeated,
-            never=sure.never - excluded[0],
-            dropped=behind.never - excluded[2],
-            pending=rest.never - excluded[1] + unknown,
-            skipped=sum(one.kept_skipped for one in kept),
-            again=made - sum(_rows(one, one.reached) for one in kept),
-            steps=sum(one.kept_steps for one in kept),
-            examples=examples[:10],
-            excluded=sum(excluded),
-        )
-
-    def _lane_proof(self, epoch: int, kept: list[Generation], every: list[Generation]) -> EpochProof:
-        """Count rows by the cursors of the lanes: each pass must begin where the one before it was left."""
-        total = LaneCounts()
-        for lane in range(kept[-1].lanes if kept else 0):
-            over = any(one.shape.epoch > epoch and self._has_lane(one, lane) for one in self.generations)
-            total = total.plus(self.lanes_of(kept[-1]).counts(kept, lane, over))
-        if not kept and any(one.shape.epoch > epoch for one in self.generations):
-            total = total.plus(LaneCounts(never=self.every[-1].rows))
-        skipped = sum(one.kept_skipped for one in kept)
-        made = sum(self.lanes_of(one).rows_of(one, max(one.steps.values())) for one in every)
-        consumed = sum(self.lanes_of(one).rows_of(one, one.kept_steps) for one in kept)
-        rows = sum(self.lanes_of(one).excluded_rows(one) for one in kept if one.excluded)
-        return EpochProof(
-            epoch,
-            rows=total.once + total.repeated + total.never + total.dropped + total.pending,
-            once=total.once - rows,
-            repeated=total.repeated,
-            never=total.never,
-            dropped=total.dropped,
-            pending=total.pending,
-            skipped=skipped,
-            again=made - consumed,
-            steps=sum(one.kept_steps for one in kept),
-            filtered=max(0, total.filtered - skipped - rows),
-            excluded=sum(_dropped(one) for one in kept) + rows,
-        )
-
-    def _lease_proof(self, epoch: int, every: list[Generation]) -> EpochProof:
-        """Count what was acknowledged: each start must begin where the states before it were."""
-        counts, over = count_leases(every), any(one.shape.epoch > epoch for one in self.every)
-        latest = [one for one in every if one.shape.attempt == every[-1].shape.attempt]
-        ended = {rank for one in latest for rank, track in one.tracks.items() if track.finished}
-        complete = len(ended) == every[-1].shape.ranks and not counts.out and not counts.returned
-        done = sum(map(len, counts.kept.values()))
-        rows, last = every[-1].rows, every[-1]
-        if last.lanes or rows == UNKNOWN:
-            rows = done + counts.excluded + (not complete)  # outputs are not known before
-        tail = rows - last.end - last.done.count(last.end, rows)
-        dropped = tail if _drops(last, tail) else 0
-        left = max(0, rows - done - counts.excluded - dropped)
-        return EpochProof(
-            epoch,
-            rows,
-            once=done - counts.never - counts.repeated,
-            repeated=counts.repeated,
-            never=counts.never + (left if over else 0),
+            rows=rows,
+            once=units.count - units.repeated,
+            never=units.never + (left if over and not dropped else 0),
             dropped=dropped,
             pending=0 if over else left,
-            skipped=sum(rows for one in every for of_rank in one.skipped.values() for _, rows in of_rank),
-            again=counts.again,
-            steps=sum(
-                len(one.leases[rank].delivered) if rank in one.leases else steps
-                for one in every
-                for rank, steps in one.steps.items()
-            ),
-            examples=counts.examples,
-            excluded=counts.excluded,
-            leases=counts,
+            again=units.again,
+            examples=units.examples or self._first_missing(units, rows, left if over and not dropped else 0),
+            excluded=excluded,
+            **counted,
         )
 
-    def _has_lane(self, one: Generation, lane: int) -> bool:
-        return self.lanes_of(one).owner(one, lane) is not None
+    @staticmethod
+    def _first_missing(units: EpochUnits, rows: int, missing: int) -> tuple[int, ...]:
+        if not missing:
+            return ()
+        seen = units.kept.get(0, EMPTY).union(units.excluded.get(0, EMPTY))
+        return tuple(Intervals.of(0, rows).minus(seen).first(10))
 
-    def _end(self, epoch: int, kept: list[Generation], rows: int) -> tuple[int, int]:
-        """Return the end of an epoch (later rows are dropped), and of the rows that must be delivered by now."""
-        if not kept:
-            left_out = epoch < max(self._by_epoch)
-            return rows, rows if left_out else 0
-        last = max(kept, key=lambda one: (one.place, one.beginning))
-        end = last.end if _drops(last, rows - last.end - last.done.count(last.end, rows)) else rows
-        later = [one for one in self.generations if one.shape.epoch > epoch]
-        # A resume with larger batches than the rest of the epoch drops the rest, possibly in a pass that is not kept.
-        if any(
-            one.origin == (epoch, last.frontier)
-            and (one.shape.epoch > epoch or (one.is_load and one is self._all[-1]))
-            and _drops(one, rows - last.frontier - one.done.count(last.frontier, rows))
-            for one in self._all
-        ):
-            end = min(end, last.frontier)
-        # Ranks may be one step apart, also across the end of an epoch: in the last start that is not a gap yet.
-        attempt = self.generations[-1].shape.attempt
-        behind = {rank for rank in range(last.shape.ranks) if last.reached(rank) < min(last.end, last.until)}
-        waiting = all(one.shape.attempt == attempt and behind <= set(one.missing) for one in later)
-        alone = bool(last.missing) and _are_through(last)  # ranks without any record
-        if last.shape.attempt == attempt and waiting and (behind or not later) and not alone:
-            return end, min(last.common, end)
-        return end, end
+    def _lane_proof(
+        self, units: EpochUnits, passes: list[Generation], kept: list[Generation], over: bool, counted: dict[str, Any]
+    ) -> EpochProof:
+        """Count rows by the cursors of the lanes, and outputs by what was recorded of them."""
+        total, wrong = RowCounts(), 0
+        for lane in range(kept[-1].lanes if kept else 0):
+            lanes = self.lanes_of(kept[-1])
+            total = total.plus(lanes.counts(kept, lane))
+            wrong += lanes.joints(kept, lane)
+        rows = self.every[-1].first.rows
+        left = total.left if kept else rows
+        made = sum(self.lanes_of(one).rows_of(one, one.most_steps) for one in passes)
+        consumed = sum(self.lanes_of(one).rows_of(one, one.kept_steps) for one in kept)
+        excluded = sum(self.lanes_of(one).excluded_rows(one) for one in kept if one.first.excluded)
+        return EpochProof(
+            rows=total.consumed + total.dropped + left,
+            once=total.consumed - excluded,
+            never=units.never + wrong + (left if over else 0),
+            dropped=total.dropped,
+            pending=0 if over else left,
+            again=max(0, made - consumed),
+            filtered=max(0, total.filtered - counted["skipped"] - excluded),
+            excluded=units.excluded_count + excluded,
+            **counted,
+        )
+
+    def _lease_proof(
+        self, units: EpochUnits, passes: list[Generation], over: bool, counted: dict[str, Any]
+    ) -> EpochProof:
+        """Count what was acknowledged."""
+        out = self._still_out(units)
+        last, acknowledged, excluded = passes[-1], units.count, units.excluded_count
+        rows = last.first.rows
+        if last.in_lanes or last.shape.batching.budget:
+            over = over or (self._all_finished(units) and not any(out))
+            rows = acknowledged + excluded + (not over)  # outputs are not known before
+            if not last.in_lanes:
+                rows = last.first.rows
+        left = max(0, rows - acknowledged - excluded - units.never)
+        dropped = left if self._drops(last.shape.epoch, left) and not any(out) and self._all_finished(units) else 0
+        left -= dropped
+        counts = LeaseCounts(units.leased, acknowledged, sum(map(len, units.rejected.values())), *out)
+        counted["steps"] = sum(
+            len(one.leases[rank].delivered) if rank in one.leases else steps
+            for one in passes
+            for rank, steps in one.steps.items()
+        )
+        return EpochProof(
+            rows=rows,
+            once=acknowledged - units.repeated,
+            never=units.never + (left if over else 0),
+            dropped=dropped,
+            pending=0 if over else left,
+            again=units.again,
+            examples=units.examples,
+            excluded=excluded,
+            leases=counts,
+            **counted,
+        )
+
+    def _still_out(self, units: EpochUnits) -> tuple[int, int]:
+        """Return the units that are leased and not acknowledged, and those that were returned."""
+        back = max((i for i, one in enumerate(units.records) if one.how != "on" and not one.is_load), default=0)
+        last: dict[int, Generation] = {}
+        delivered: dict[int, Intervals] = {}
+        finished: dict[int, Intervals] = {}
+        for one in units.records[back:]:
+            for rank, record in one.leases.items():
+                last[rank] = one
+                delivered[rank] = delivered.get(rank, EMPTY).union(record.delivered)
+                finished[rank] = finished.get(rank, EMPTY).union(record.finished)
+        out = returned = 0
+        for rank, one in last.items():
+            count = units_in(one, rank, delivered[rank].minus(finished[rank]), self)
+            out, returned = (out, returned + count) if one.leases[rank].returned else (out + count, returned)
+        return out, returned
+
+    def _all_finished(self, units: EpochUnits) -> bool:
+        """Return True if every rank came to the end of the epoch since the run was last taken back."""
+        passes = [one for one in units.records if not one.is_load]
+        if not passes:
+            return False
+        last = passes[-1]
+        ranks = {rank for one in passes if one.shape.attempt == last.shape.attempt for rank in self._finished(one)}
+        return len(ranks) == last.shape.ranks
+
+    def _finished(self, one: Generation) -> set[int]:
+        """Return the ranks that came to the end of the epoch in a pass."""
+        found = {rank for rank, record in one.of_rank.items() if record.finished}
+        if one.in_lanes:
+            return found
+        plan = self.plan_of(one)
+        for rank, record in one.of_rank.items():
+            steps = record.steps if record.leases is None else int([0, *record.leases.delivered.stops.tolist()][-1])
+            if plan.count_known() and steps >= plan.share(Shard(rank, one.shape.ranks)):
+                found.add(rank)
+        return found
+
+    def _is_over(self, epoch: int, units: EpochUnits) -> bool:
+        """Return True if nothing more of an epoch will be delivered, by what is recorded.
+
+        Ranks may be one step apart, also across the end of an epoch: in the last start that is not the end yet.
+        """
+        later = [one for other, of in self._units.items() if other > epoch for one in of.records]
+        passes = [one for one in units.records if not one.is_load]
+        if not passes:
+            return bool(later)
+        last = passes[-1]
+        if last.in_lanes and self._lanes_ended(units):
+            return True
+        finished = {rank for one in passes if one.shape.attempt == last.shape.attempt for rank in self._finished(one)}
+        behind = set(last.of_rank) - finished
+        if not later:
+            return self._all_finished(units)
+        if any(one.shape.attempt != last.shape.attempt or one.how != "on" for one in later):
+            return True
+        return not behind or any(behind & set(one.of_rank) for one in later)
+
+    @staticmethod
+    def _lanes_ended(units: EpochUnits) -> bool:
+        """Return True if all lanes had ended where the last record begins."""
+        last = units.records[-1]
+        lanes = last.cursor.lanes
+        return len(lanes) == last.lanes and all(lane.ended for lane in lanes.values())
+
+    def _drops(self, epoch: int, rows: int) -> bool:
+        """Return True if so many rows are too few for a batch at the end of an epoch, and are dropped then.
+
+        A resume with larger batches than the rest of the epoch drops the rest, in a pass of the next epoch.
+        """
+        here = [one for one in self._all if one.shape.epoch == epoch]
+        after = [one for one in self._all if one.shape.epoch > epoch]
+        return any(one.shape.batching.ends == "drop" and 0 < rows < _enough(one) for one in (*here[-1:], *after[:1]))
+
+    def _is_through(self, one: Generation) -> bool:
+        """Return True if some rank has completed a pass of several steps, so that the others have begun it."""
+        return one.most_steps > 1 and bool(self._finished(one))
+
+    # Its rows
+
+    def documents_of_step(self, step: int) -> list[Document] | None:
+        """Return the documents of a step, rank by rank in the order of the batch, with the tokens of each.
+
+        None if they are not recorded: the loader had no ``provenance=True``, or ``rows_of_step`` is exact without it.
+        """
+        return naming.documents_of_step(self, step)
+
+    def documents_of_row(self, row: int, source: int | str = 0) -> list[Document] | None:
+        """Return every delivery of a row, with its tokens. ``source``: its number or name.
+
+        None if they are not recorded.
+        """
+        return naming.documents_of_row(self, row, source)
+
+    def rows_of_step(self, step: int) -> list[Delivery]:
+        """Return the rows of a step, in the order of their positions."""
+        return naming.rows_of_step(self, step)
+
+    def steps_of_row(self, row: int, source: int = 0) -> list[Delivery]:
+        """Return every step that saw a row, epoch by epoch. ``source``: its number, if there are several."""
+        return naming.steps_of_row(self, row, source)
+
+    def overlap(self, other: Run, report: Report | None = None) -> Overlap:
+        """Return the number of rows of the files that both runs have seen, in any order and selection."""
+        return naming.overlap(self, other, report)
+
+    def reached(self, one: Generation, steps: int) -> int:
+        """Return the rows (in lanes: outputs) of the epoch before and in the first steps of a pass, on all ranks."""
+        if not one.in_lanes:
+            plan = self.plan_of(one)
+            return plan.rows_before(plan.cursor(min(steps, len(plan)) - 1).lane.taken)
+        lanes = self.lanes_of(one)
+        tracks = [(lane, track) for lane in range(one.lanes) if (track := lanes.owner(one, lane)) is not None]
+        return sum(track.taken(lane, min(steps, track.recorded)) for lane, track in tracks)
+
+    def is_finished(self, one: Generation) -> bool:
+        """Return True if all ranks came to the end of the epoch in a pass."""
+        return len(self._finished(one)) == one.shape.ranks
+
+    def kept_units(self, one: Generation) -> Intervals:
+        """Return the positions that a pass delivered and the run kept."""
+        return delivered_by(one, self, one.kept_steps).get(0, EMPTY)
+
+
+def _enough(one: Generation) -> int:
+    """Return the number of rows that are enough for a batch. Those of batches by tokens may be all rows of a window."""
+    budget = one.shape.batching.budget
+    return int(json.loads(budget)[4]) * 2 if budget else one.shape.global_batch
+
+
+def _history(records: list[Generation]) -> tuple[list[Generation], list[int]]:
+    """Return the passes that the weights have seen, each with the steps that were kept, and the steps before each.
+
+    A record that goes back to a step takes back what came after it.
+    """
+    kept: list[Generation] = []
+    firsts: list[int] = []
+    offset = 0  # of a run whose every epoch has a new loader, which counts from 0
+    for one in records:
+        epoch, steps = one.shape.epoch, one.before
+        if one.how != "on":
+            while kept and (
+                kept[-1].shape.epoch > epoch or (kept[-1].shape.epoch == epoch and kept[-1].before >= steps)
+            ):
+                kept.pop().kept_steps = 0
+                firsts.pop()
+            if kept and kept[-1].shape.epoch == epoch and not kept[-1].leases:
+                kept[-1].kept_steps = min(kept[-1].kept_steps, steps - kept[-1].before)
+            if one.how == "fresh":
+                offset = firsts[-1] + kept[-1].kept_steps - steps if kept else 0
+        if not one.is_load:
+            one.kept_steps = one.most_steps
+            kept.append(one)
+            firsts.append(offset + steps)
+    return kept, firsts
 
 
 @hinted()
@@ -342,34 +503,3 @@ def read_runs(folder: str | Path) -> list[Run]:
     if not names:
         raise DataNotFoundError(f"the ledger in {where} has no step yet.")
     return [Run(where, generations, name) for name in names]
-
-
-def _are_through(one: Generation) -> bool:
-    """Return True if some rank has completed a pass of several steps, so that the others have begun it."""
-    finished = one.frontier >= one.end or any(track.finished for track in one.tracks.values())
-    return finished and max(one.steps.values()) > 1
-
-
-def _drops(one: Generation, rows: int) -> bool:
-    """Return True if a pass drops this number of rows at the end of an epoch."""
-    return one.shape.ends == "drop" and 0 < rows < one.shape.global_batch
-
-
-def _rows(one: Generation, reached: Callable[[int], int]) -> int:
-    """Return the number of rows delivered over all ranks, up to a position for each."""
-    start, ranks, amid = one.shape.start, one.shape.ranks, one.shape.amid
-    if amid is not None:
-        start = amid.start
-        return sum(
-            len(range(start + (rank - start) % ranks, amid.done.before(reached(rank)), ranks)) for rank in one.steps
-        )
-    return sum(len(range(start + (rank - start) % ranks, reached(rank), ranks)) for rank in one.steps)
-
-
-def _dropped(one: Generation) -> int:
-    """Return the outputs excluded in a pass. Ranks that share lanes record the same."""
-    of_lanes: dict[frozenset[int], int] = {}
-    for track in one.tracks.values():
-        lanes = frozenset(track.begin)
-        of_lanes[lanes] = max(of_lanes.get(lanes, 0), track.dropped(one.kept_steps))
-    return sum(of_lanes.values())

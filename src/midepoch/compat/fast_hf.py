@@ -18,7 +18,7 @@ from midepoch.iteration.state import IterationState
 from midepoch.open import from_files, load_dataset
 from midepoch.order import Shard
 from midepoch.order.shuffle import Shuffle, UnitShuffle
-from midepoch.pipeline.cursor import Cursor
+from midepoch.pipeline.cursor import Cursor, LaneCursor
 from midepoch.pipeline.node import Node
 from midepoch.pipeline.spec import PipelineSpec
 from midepoch.state.format import KEY
@@ -94,7 +94,7 @@ class _DocumentedIteration(IterationState):
         taken = pipeline.order.at(epoch, pipeline.source.layout).position(at) // shards + 1 if at >= 0 else 0
         over = taken >= share.before(pipeline.rows)  # of this shard: others may have one more row
         _log.warning("this state contains the names of its files but no fingerprints: only the names were compared.")
-        return save(pipeline, Cursor(epoch, pipeline.rows if over else taken * shards))
+        return save(pipeline, Cursor.at_row(epoch, LaneCursor(pipeline.rows if over else taken * shards)))
 
     def _with_seed(self, saved: Any) -> PipelineSpec:
         """Return the pipeline with the seed of a state if its own was drawn. Raise a mismatch if the user chose

@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from midepoch.iteration.iterators import Rows
 from midepoch.order import Shard
+from midepoch.order.intervals import Intervals
 from midepoch.pipeline.cursor import Cursor
 from midepoch.pipeline.engine import Engine
 from midepoch.pipeline.groups import GroupedRows
@@ -31,12 +32,12 @@ _AHEAD = 8192
 class Share:
     """The rows of one share of an epoch, by their own numbers, and the cursors after them.
 
-    If positions are done, those that remain are numbered and shared.
+    If positions are done, those that remain are numbered and shared. ``done``: with those of excluded rows.
     """
 
-    def __init__(self, rows: int, shard: Shard, cursor: Cursor) -> None:
-        self.shard, self.epoch = shard, cursor.epoch
-        self._start, self._rows, self._done = cursor.done.left(cursor.position, rows)
+    def __init__(self, rows: int, shard: Shard, cursor: Cursor, done: Intervals) -> None:
+        self.shard, self.epoch, self._lane = shard, cursor.epoch, cursor.lane
+        self._start, self._rows, self._done = done.left(cursor.lane.taken, rows)
         self.first = shard.before(self._start)  # own rows already delivered
         self.total = shard.before(self._rows)  # own rows of the epoch
 
@@ -52,10 +53,7 @@ class Share:
         return self._at(min(self._start + (delivered - self.first) * self.shard.count, self._rows))
 
     def _at(self, number: int) -> Cursor:
-        if not self._done:
-            return Cursor(self.epoch, number)
-        position = self._done.remaining(number)
-        return Cursor(self.epoch, position, done=self._done.from_(position))
+        return Cursor.at_row(self.epoch, self._lane.moved(self._done.remaining(number)))
 
     @property
     def end(self) -> Cursor:
@@ -82,8 +80,8 @@ class Lookahead:
 class PositionRows:
     """The rows of one share. Groups of batched functions are at fixed positions, independent of requests."""
 
-    def __init__(self, leaf: Leaf, shard: Shard, cursor: Cursor, groups: int) -> None:
-        self._share = Share(leaf.rows, shard, cursor)
+    def __init__(self, leaf: Leaf, shard: Shard, cursor: Cursor, done: Intervals, groups: int) -> None:
+        self._share = Share(leaf.rows, shard, cursor, done)
         self._grouped: GroupedRows | None = None
         if leaf.group is not None:
             bundles = BundlesHere([leaf], shared=shard.count > 1)

@@ -14,9 +14,9 @@ from midepoch.iteration.positions import PositionRows
 from midepoch.iteration.shared import Note, SharedCell, worker_share
 from midepoch.order import Shard
 from midepoch.pipeline.cursor import Cursor
-from midepoch.pipeline.lanes import Lanes, Share
+from midepoch.pipeline.lanes import Lanes
 from midepoch.pipeline.rows import BundlesHere
-from midepoch.pipeline.spec import PipelineSpec, check_known
+from midepoch.pipeline.spec import PipelineSpec
 from midepoch.state import saved as states
 from midepoch.state.format import check_worker
 
@@ -103,13 +103,13 @@ class IterationState:
         """Raise the error of loading a state. The state of any worker passes."""
         resumed = states.load(self._given(state), self.spec)
         if resumed.worker is None:
-            check_known(resumed.cursor, Share.of(resumed.spec.lanes, self.spec.shard), resumed.spec.lanes)
+            resumed.spec.check_known(resumed.cursor, self.spec.shard)
 
     def _resume(self, state: Any, allow: Collection[str] = ()) -> states.Resumed:
         resumed = states.load(self._given(state), self.spec, allow)
         process, worker = self.share()
         check_worker(resumed.worker, worker)
-        check_known(resumed.cursor, Share.of(resumed.spec.lanes, process), resumed.spec.lanes)
+        resumed.spec.check_known(resumed.cursor, process)
         return resumed
 
     def _given(self, state: Any) -> Any:
@@ -141,10 +141,11 @@ class IterationState:
 
         If positions cannot be computed: as far as it is known.
         """
-        if not self.spec.has_positions:
+        if self.spec.unit == "outputs":
             return cursor.lanes_ended
         shards = self.spec.shard.count
-        position, rows, _ = self.spec.done_after(cursor).left(cursor.position, self.spec.rows)
+        done = self.spec.undelivered(cursor.epoch, cursor.lane)
+        position, rows, _ = done.left(cursor.lane.taken, self.spec.rows)
         first = share.index - share.index % shards  # the shares of this worker on all shards
         shares = (Shard(first + shard, share.count) for shard in range(shards))
         return cursor.position > 0 and all(each.before(position) >= each.before(rows) for each in shares)
@@ -178,9 +179,9 @@ class IterationState:
 
     def _open(self, cursor: Cursor) -> RowSource:
         spec, process = self._seeded(self.spec), self.share()[0]
-        if spec.has_positions:
-            cursor = cursor._replace(done=spec.done_after(cursor))
-            return PositionRows(spec.leaf, process, cursor, spec.groups or process.count)
+        if spec.unit == "rows":
+            done = spec.undelivered(cursor.epoch, cursor.lane)
+            return PositionRows(spec.leaf, process, cursor, done, spec.groups or process.count)
         return LaneRows(self.open_lanes, cursor, spec.format or "python")
 
     def open_lanes(self, cursor: Cursor) -> Lanes:

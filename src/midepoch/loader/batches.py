@@ -16,10 +16,11 @@ import pyarrow as pa
 from midepoch._internal.timings import Timings
 from midepoch.loader.collation import added, arranged, collated, completed, marked, named
 from midepoch.loader.options import PADDING, Options
-from midepoch.loader.plans import Made, StepPlan
+from midepoch.loader.plans import Made
 from midepoch.loader.provenance import RowsAhead
 from midepoch.pipeline.engine import Engine
 from midepoch.pipeline.leaf import Leaf
+from midepoch.pipeline.plans import StepPlan
 from midepoch.read.columns import Located, number_dtype
 from midepoch.transforms import Batch
 from midepoch.transforms.formats import Allocate
@@ -201,7 +202,7 @@ class BatchMaker:
                 columns[PADDING] = np.arange(stop - start) >= read.genuine
             if read.traced is not None or self._options.context is not None:
                 columns = completed(columns, self.format, self._options, self._added(read.traced))
-            return Made(columns, plan.cursor(read.step), read.asked, 0, not read.asked)
+            return Made(columns, read.step, read.asked, 0, not read.asked)
         if read.batch is None:
             length = next((len(column) for column in read.columns.values()), read.asked)
             missing = read.asked - length
@@ -209,22 +210,22 @@ class BatchMaker:
                 genuine = min(max(0, read.genuine - read.first), read.asked)
                 missing = genuine - int((~np.asarray(read.columns[PADDING])).sum())
             value = completed(read.columns, self.format, self._options, self._added(read.traced))
-            return Made(value, plan.cursor(read.step), length, missing)
+            return Made(value, read.step, length, missing)
         collect = (allocate or _nowhere) if self._stacks else None
         batch = self._engine.transform(plan.epoch, read.batch, collect=collect)
         return self.present(plan, read, batch, allocate)
 
     def present(self, plan: StepPlan, read: Read, batch: Batch, allocate: Allocate | None = None) -> Made:
         """Present a batch after all steps."""
-        cursor, skipped = plan.cursor(read.step), _skipped(read, batch)
+        skipped = _skipped(read, batch)
         if not len(batch) and read.genuine is not None and not skipped:
             batch = self._other_padding(plan, read)
         if not len(batch):
-            return Made(None, cursor, 0, skipped, empty=True)
+            return Made(None, read.step, 0, skipped, empty=True)
         began = perf_counter()
         value = self._presented(plan, read, _marked(batch, read.genuine), allocate)
         self.timings.present += perf_counter() - began
-        return Made(value, cursor, len(batch), skipped)
+        return Made(value, read.step, len(batch), skipped)
 
     def _presented(self, plan: StepPlan, read: Read, batch: Batch, allocate: Allocate | None) -> Any:
         kind, options = self.format, self._options

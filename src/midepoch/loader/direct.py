@@ -16,7 +16,8 @@ from collections import deque
 
 from midepoch._internal.threads import join
 from midepoch.loader.batches import BatchMaker, Read
-from midepoch.loader.plans import Made, StepPlan
+from midepoch.loader.plans import Made
+from midepoch.pipeline.plans import StepPlan
 
 _TOUCHED = 256
 """Number of batches whose pages are touched ahead after a page had to be read from disk."""

@@ -12,10 +12,10 @@ from zlib import crc32
 from midepoch.distributed import keyvalue, rendezvous
 from midepoch.errors import WorldError
 from midepoch.loader.options import Options
-from midepoch.loader.plans import StepPlan
 from midepoch.order import Shard
 from midepoch.pipeline.cursor import Cursor
-from midepoch.pipeline.excluded import Excluded, excluded_text
+from midepoch.pipeline.plans import StepPlan
+from midepoch.pipeline.spec import PipelineSpec
 from midepoch.state.format import OF_ONE_RANK
 
 _made, _loaders = keyvalue.Counters(), keyvalue.Counters()
@@ -53,25 +53,31 @@ class RankConsistencyCheck:
         self._made_as = _digest(_comparable(identity, options))
         rendezvous.publish(f"made/{self._group}/{self._rank}/{self._number}", self._made_as)
         self._refused_before = rendezvous.refusal(group)[0]
-        self._loads = self._passes = 0
+        self._loads = self._passes = self._agreements = 0
 
     def loaded(self) -> None:
         """Note that a state was loaded, weights were set or steps excluded: what is compared may have changed."""
         self._loads += 1
 
-    def compare(self, identity: Mapping[str, Any], start: Cursor, excluded: Excluded, *, first: bool) -> None:
+    def next_name(self) -> str:
+        """Return a name for the next value that this loader and its counterparts agree on."""
+        self._agreements += 1
+        return f"{self.name}/{self._agreements}"
+
+    def compare(self, spec: PipelineSpec, start: Cursor, *, first: bool) -> None:
         """Compare what this rank loads and, after the first batch of a pass, also where the pass began."""
-        if excluded:
-            identity = {**identity, "excluded rows": crc32(excluded_text(excluded).encode())}
-        if start.done:
-            identity = {**identity, "excluded positions": crc32(start.done.encode().encode())}
+        identity = spec.identity
+        if spec.excluded:
+            identity = {**identity, "excluded rows": crc32(json.dumps(spec.excluded_json).encode())}
+        if spec.unit == "rows" and start.has_done:
+            identity = {**identity, "excluded positions": crc32(start.lane.done.encode().encode())}
         if first:
             self.check_identity(identity)
             return
-        position, lanes = {"epoch": start.epoch}, start.lanes
-        if lanes is None or lanes.known.count == 1 or not any(lane.ended for lane in lanes.by_lane.values()):
-            position["position"] = start.position  # the same on all ranks, unless one of them has nothing left
-        self.check_pass(identity, position)
+        place = {"epoch": start.epoch}
+        if not any(lane.ended for lane in start.lanes.values()):
+            place["position"] = start.position  # the same on all ranks, unless one of them has nothing left
+        self.check_pass(identity, place)
 
     def check_identity(self, identity: Mapping[str, Any]) -> None:
         """Raise WorldError, at the first step, if the first rank to arrive loads different data."""

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from midepoch.loader.batches import BatchMaker, Read
-from midepoch.loader.plans import Made, StepPlan
+from midepoch.loader.plans import Made
 from midepoch.order import Shard
 from midepoch.pipeline.groups import GroupedRows
+from midepoch.pipeline.plans import StepPlan
 from midepoch.pipeline.rows import Bundles
 
 
@@ -23,7 +24,7 @@ class GroupedBatches:
             return None
         wanted, _, genuine, _ = plan.ask([step], self._shard)
         if not len(wanted):
-            made = Made(None, plan.cursor(step), empty=True)
+            made = Made(None, step, empty=True)
         else:
             read = Read(step, len(wanted), genuine=genuine)
             made = self._maker.present(plan, read, self._rows.read(wanted))

@@ -15,8 +15,6 @@ from midepoch.loader.phase_sizes import PhaseSizes
 from midepoch.loader.plans import Made
 from midepoch.loader.present import Presenter
 from midepoch.order import Shard
-from midepoch.order.numbers import steps_filled
-from midepoch.order.sizes import BatchSizes
 from midepoch.pipeline.chunk import Bunches, Items
 from midepoch.pipeline.cursor import Cursor
 from midepoch.pipeline.lanes import Lanes, StepOutputs
@@ -29,13 +27,10 @@ class LaneSteps:
 
     PADDING = object()
 
-    def __init__(
-        self, lanes: Lanes, options: Options, equal: EqualSteps | None, first_step: int = 0, *, counts: bool = False
-    ) -> None:
+    def __init__(self, lanes: Lanes, options: Options, equal: EqualSteps | None, first_step: int = 0) -> None:
         self._lanes, self._size, self._last_batch = lanes, options.batch_size, options.last_batch
         self._sizes, self._step = options.sizes, first_step
         self._phases = None if options.schedule is None else PhaseSizes(options.schedule, lanes)
-        self._counts = counts
         self._equal = equal
         self._ready: deque[StepOutputs] = deque()
         self._left, self._over = 0, False
@@ -62,30 +57,19 @@ class LaneSteps:
         return self._ready.popleft() if self._ready else self.PADDING
 
     def _take(self) -> StepOutputs | None:
-        if self._counts and self._lanes.done is not None:
-            self._step += self._skip_done()
+        if self._lanes.done is not None:
+            self._lanes.skip_done()
         size, left = self._size if self._sizes is None else self._sizes.at(self._step), None
         if self._phases is not None:
             size, left = self._phases.next()
         full = size * self._lanes.share.shard.count  # outputs of a step, of all ranks that share the lanes
         full = full if left is None else min(full, left)
-        deal = self._lanes.take(size, left)
-        if deal is None or (self._last_batch == "drop" and deal.total < full):
+        outputs = self._lanes.take(size, left)
+        if outputs is None or (self._last_batch == "drop" and outputs.total < full):
             return None
         self._step += 1
-        if self._counts:
-            deal.steps = self._step
-        return deal
-
-    def _skip_done(self) -> int:
-        """Drop outputs that are done before the next step. Return the steps that they would have filled."""
-        if self._phases is not None:
-            before = self._phases.step
-            self._lanes.skip_done()
-            return self._phases.step - before
-        outputs = self._lanes.skip_done()
-        sizes = BatchSizes((0,), (self._size,)) if self._sizes is None else self._sizes
-        return steps_filled(sizes, self._step, outputs // self._lanes.share.shard.count)
+        outputs.steps = self._step
+        return outputs
 
     def _agree(self, equal: EqualSteps) -> None:
         """Look ahead, and agree. An error ahead is raised in its turn, after the good steps before it."""
@@ -120,8 +104,8 @@ class LaneBatches:
         self._presenter = Presenter(spec, options)
         self._mine = bundles()
         self._lanes = spec.open(spec.shard, self._mine, cursor, traced=bool(options.provenance))
-        self._delivered_steps, self._counts_steps = cursor.steps, options.counts(cursor)
-        self._steps = LaneSteps(self._lanes, options, equal, cursor.steps, counts=self._counts_steps)
+        self._delivered_steps = cursor.steps
+        self._steps = LaneSteps(self._lanes, options, equal, cursor.steps)
         self._timings, self._skipped, self._counted = timings, self._count_skipped(), (0, 0)
         here = isinstance(self._mine, BundlesHere) or not any(leaf.tail or leaf.can_skip for leaf in spec.leaves)
         self._measures = here and equal is None  # else workers or other ranks are waited for
@@ -135,11 +119,6 @@ class LaneBatches:
         return self._lanes.packing.tokens, self._lanes.packing.places
 
     @property
-    def dropped(self) -> int:
-        """Outputs that were excluded since the last step."""
-        return self._lanes.dropped
-
-    @property
     def end(self) -> Cursor:
         """The cursor at the end of the epoch. Outputs that are left in the lanes are omitted."""
         return self._lanes.cursor().at_end()._replace(steps=self._delivered_steps)
@@ -148,8 +127,7 @@ class LaneBatches:
         """Return the next batch and the cursor after it, or None at the end."""
         while (deal := self._measured_step() if self._measures else self._steps.next()) is not None:
             self.begun = True
-            if self._counts_steps:
-                self._delivered_steps = self._delivered_steps + 1 if deal is LaneSteps.PADDING else deal.steps
+            self._delivered_steps = self._delivered_steps + 1 if deal is LaneSteps.PADDING else deal.steps
             began = perf_counter()
             if deal is LaneSteps.PADDING:
                 # This rank has reached its end, and others have not.

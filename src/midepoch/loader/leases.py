@@ -25,11 +25,12 @@ from midepoch.audit.leases import record_of
 from midepoch.audit.ledger import Ledger
 from midepoch.loader.lease_channel import Channel, acknowledge
 from midepoch.loader.lease_state import Frontier, LeasedLanes, LeasedSteps, Taken
-from midepoch.loader.plans import EpochPlan
 from midepoch.order import Shard
 from midepoch.order.intervals import EMPTY, Intervals
 from midepoch.pipeline.cursor import Cursor
 from midepoch.pipeline.lanes import Share
+from midepoch.pipeline.plans import StepPlan
+from midepoch.state.format import Leased
 
 MOST_NOTED = 256
 """Acknowledgements after which the next lease settles them: each holds the outputs of its step until then."""
@@ -90,7 +91,7 @@ class Tracker:
     in ``inbox``.
     """
 
-    def __init__(self, first: int, plan: EpochPlan | None, start: Cursor, taken: Taken, ledger: Ledger | None) -> None:
+    def __init__(self, first: int, plan: StepPlan | None, start: Cursor, taken: Taken, ledger: Ledger | None) -> None:
         self.first, self.plan, self.start, self._taken, self._ledger = first, plan, start, taken, ledger
         self.out: dict[int, list[Any]] = {}
         self.inbox: dict[int, tuple[Any, bool]] = {}
@@ -179,7 +180,7 @@ class Tracker:
                     return Frontier(self.acked, oldest, entry[0], over, over and self.ended)
                 # Acknowledged a moment ago, by another thread.
 
-    def cursor(self, *, alone: bool) -> tuple[Cursor, str]:
+    def cursor(self, *, alone: bool) -> tuple[Cursor, Leased | None]:
         """Return the cursor of a state, and what is added to it on one rank of several."""
         return self._taken.saved(self.frontier(), alone=alone)
 
@@ -199,12 +200,10 @@ class LeaseBook:
         """Set by the next acknowledgement, if a thread waits for it."""
         _books.add(self)
 
-    def begin(
-        self, plan: EpochPlan | None, start: Cursor, shard: Shard, share: Share, ledger: Ledger | None
-    ) -> Tracker:
+    def begin(self, plan: StepPlan | None, start: Cursor, shard: Shard, share: Share, ledger: Ledger | None) -> Tracker:
         """Begin the leases of a pass. ``share``: of the lanes, if it has no plan."""
         self.drop()
-        taken: Taken = LeasedLanes(shard, share) if plan is None else LeasedSteps(plan, start, shard)
+        taken: Taken = LeasedLanes(start, shard, share) if plan is None else LeasedSteps(plan, start, shard)
         self.tracker = Tracker(self._next, plan, start, taken, ledger)
         return self.tracker
 

@@ -1,48 +1,56 @@
-"""The Loader: batches of every epoch, and the cursor after the last one delivered."""
+"""The Loader: batches of every epoch, and the state after the last one delivered."""
 
 from __future__ import annotations
 
+import json
 import logging
 import weakref
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from operator import length_hint
+from typing import TYPE_CHECKING, Any, TypeVar
 
+import numpy as np
+
+from midepoch._internal import html
 from midepoch._internal.checks import integer
-from midepoch._internal.hints import hinted_methods
-from midepoch.audit.leases import LeaseSteps
+from midepoch._internal.hints import hinted_methods, no_attribute
+from midepoch._internal.progress import Bar
+from midepoch._internal.resumable import Resumable
 from midepoch.audit.ledger import Ledger
-from midepoch.loader.equal import EqualSteps, RankConsistencyCheck, check_equal_steps
-from midepoch.loader.lanes import LaneBatches
-from midepoch.loader.leases import LeaseBook
-from midepoch.loader.leasing import Leasing, state_of
-from midepoch.loader.moved import unwrapped
-from midepoch.loader.options import Options
-from midepoch.loader.passes import Pass, Start
-from midepoch.loader.plans import BatchSource, StepPlan
-from midepoch.loader.settings import HINTED, HINTS
-from midepoch.loader.sources import Sources
+from midepoch.distributed import rendezvous
+from midepoch.errors import WorldError
+from midepoch.loader import counting, edits
+from midepoch.loader import state as runs
+from midepoch.loader.equal import EqualSteps, RankConsistencyCheck
+from midepoch.loader.feeds import Feed, Feeds
+from midepoch.loader.habits import ATTRIBUTES, HINTED, HINTS
+from midepoch.loader.leases import Lease, LeaseBook
+from midepoch.loader.leasing import LeaseItems, end_leases
+from midepoch.loader.meter import Meter
+from midepoch.loader.options import Options, SingleRow
+from midepoch.loader.passes import Pass
+from midepoch.loader.provenance import source_names
+from midepoch.loader.state import Kind, Start
 from midepoch.loader.stretches import Stretch
-from midepoch.loader.token_plan import TokenPlan, make_plan
+from midepoch.order import Shard
+from midepoch.order.schedule import shares
 from midepoch.pipeline.cursor import Cursor
-from midepoch.pipeline.lanes import Share, StepOutputs
-from midepoch.pipeline.spec import PipelineSpec, check_known
+from midepoch.pipeline.plans import StepPlan
+from midepoch.pipeline.spec import PipelineSpec
 from midepoch.state import saved as states
-from midepoch.state.done import excluded_from_batches
+from midepoch.state.learned import phase_at, with_weights
+from midepoch.stats import Hook, Stats
+
+if TYPE_CHECKING:
+    from midepoch.dataset import Dataset
 
 _log = logging.getLogger("midepoch")
-
-
-class _Left(NamedTuple):
-    """A pass that was left before its end: its start, the cursor after its last batch, and its batches."""
-
-    start: Cursor
-    cursor: Cursor | StepOutputs
-    batches: int
+Self = TypeVar("Self", bound="Loader")
 
 
 @hinted_methods(HINTS, only=HINTED)
-class Loader(Leasing):
+class Loader(Resumable):
     """Batches of a dataset, epoch after epoch. Created by ``Dataset.loader``.
 
     Each ``iter()`` is a pass over one epoch, from its beginning or from the position of a loaded state. After the last
@@ -68,46 +76,261 @@ class Loader(Leasing):
         ledger: Ledger | None = None,
         dataset: Any = None,
     ) -> None:
-        self._spec, self._options, self._cursor, self._dataset = spec, options, cursor, dataset
-        self._counterparts, self.ledger = counterparts, ledger
-        super().__init__(options.num_workers)
-        self.meter.by_batch = options.budget is not None
-        self.origin: Cursor | StepOutputs = cursor
-        """The cursor after the last batch delivered, or of a loaded state, whatever epoch was set."""
-        self.how = "fresh"
-        self.delivered: Cursor | StepOutputs | None = None
-        """The cursor after the last batch delivered, or None if the next pass begins there."""
-        self._named, self.namings = named, 0  # True if set_epoch chose the epoch, and the number of its calls
-        self._left: _Left | None = None
-        self._resume_point = cursor if cursor.begun else None
-        """Where a loaded state left off, until more than a look follows: naming its epoch resumes there."""
-        self._looked = self._warned = False
-        self.loads = 0
-        """How often a state was loaded or iteration was stopped, which ends iterators over a number of steps."""
-        self._data_pass: Pass | None = None
-        self.iterator: weakref.ref[Pass] | None = None
-        self._sources = Sources(options, equal, self.meter.timings)
-        self.leases = LeaseBook()
-        self._packed = (0, 0)
-        self.skipped = 0
+        self._options, self._dataset, self._counterparts, self._ledger = options, dataset, counterparts, ledger
+        self._run = runs.new(spec, cursor, chosen=named)
+        self._meter = Meter(options.num_workers, by_batch=options.budget is not None)
+        self._feeds, self._leases = Feeds(options, equal, self._meter.timings), LeaseBook()
+        self._live: weakref.ref[Pass] | None = None  # the last pass that was begun
+        self._data_pass: Pass | None = None  # that passes of a number of steps share
+        self._packed, self._skipped = (0, 0), 0
+        self._breaks = 0  # how often a state was loaded or iteration was stopped
+        counting.check_new(spec, options, cursor)
+        if cursor.begun and ledger is not None:
+            ledger.loaded(cursor)
+            self._begin_record(ledger, None)
+
+    if not TYPE_CHECKING:  # a type checker would allow every name
+
+        def __getattr__(self, name: str) -> Any:
+            if hasattr(type(self), name):  # a property that raised AttributeError: raise it again
+                return object.__getattribute__(self, name)
+            raise no_attribute("a Loader", name, dir(self), ATTRIBUTES)
+
+    def __dir__(self) -> list[str]:
+        return sorted(name for name in dir(type(self)) if not name.startswith("_"))
+
+    # What it delivers
+
+    @property
+    def pipeline(self) -> PipelineSpec:
+        """The frozen definition of the data it loads."""
+        return self._run.spec
+
+    @property
+    def options(self) -> Options:
+        """The settings of its batches."""
+        return self._options
+
+    @property
+    def dataset(self) -> Dataset:
+        """The dataset that it was created from. Its own cursor does not move."""
+        return self._dataset  # type: ignore[no-any-return]
+
+    @property
+    def batch_size(self) -> int | None:
+        """The number of rows of a batch on this rank, or None if single rows are delivered, or batches by tokens."""
+        if self._options.budget is not None:
+            return self._options.budget.rows or None
+        return None if isinstance(self._options.collate_fn, SingleRow) else self._options.batch_size
+
+    @property
+    def num_workers(self) -> int:
+        """The number of workers."""
+        return self._options.num_workers
+
+    @property
+    def collate_fn(self) -> Callable[[Any], Any] | None:
+        """The function that makes a batch of rows, or None for columns as tensors."""
+        function = self._options.collate_fn
+        return function.function if isinstance(function, SingleRow) else function
+
+    @property
+    def drop_last(self) -> bool:
+        """True if the last global batch is omitted unless it is full."""
+        return self._options.last_batch == "drop"
+
+    @property
+    def last_batch(self) -> str | None:
+        """The treatment of the last global batch if it is not full."""
+        return self._options.last_batch
+
+    @property
+    def pin_memory(self) -> bool:
+        """True if batches are in page-locked memory."""
+        return self._options.pin_memory
+
+    @property
+    def prefetch_factor(self) -> int:
+        """The number of batches that each worker makes ahead."""
+        return self._options.prefetch
+
+    @property
+    def persistent_workers(self) -> bool:
+        """True if workers stay between epochs."""
+        return self._options.persistent_workers
+
+    @property
+    def worker_init_fn(self) -> Callable[[int], Any] | None:
+        """The function that each worker calls when it starts."""
+        return self._options.worker_init_fn
+
+    @property
+    def timeout(self) -> float:
+        """The seconds to wait for a worker, or 0 for any time."""
+        return self._options.timeout
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """The names of the sources, by the numbers in ``source`` of batches with provenance.
+
+        They are those of the mix, or else the paths of the data.
+        """
+        return source_names(self.pipeline)
+
+    @property
+    def shard(self) -> Shard:
+        """The shard of every global batch that this rank gets: ``index`` of ``count``."""
+        return self.pipeline.shard
+
+    @property
+    def changes(self) -> tuple[str, ...]:
+        """Changes at resumes since the run began: fields that were allowed to differ, and weights of mixes."""
+        return self.pipeline.changes
+
+    # Where it is
+
+    @property
+    def steps(self) -> int:
+        """The number of global batches since the run began. After step N it is N, also after a resume."""
+        return self._where().steps
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of the next batch, as far as it is known. Setting it calls ``set_epoch``.
+
+        With ``steps_per_epoch`` it is the number of complete passes of so many steps.
+        """
+        at = self._where()
+        if self._options.steps_per_epoch:
+            return at.steps // self._options.steps_per_epoch
+        return at.epoch + self._is_over(at)
+
+    @epoch.setter
+    def epoch(self, epoch: int) -> None:
+        self.set_epoch(epoch)
+
+    @property
+    def position(self) -> int:
+        """The number of rows of the epoch that have been delivered to all ranks together."""
+        at = self._where()
+        return 0 if self._is_over(at) else counting.position(self.pipeline, self._options, at, self._plan_of(at))
+
+    @property
+    def skipped(self) -> int:
         """Rows skipped so far under ``on_error="skip"``, on this rank."""
-        if spec.has_positions and options.planning is None:  # else when a pass begins: its batches have to be counted
-            check_equal_steps(make_plan(spec, options, Cursor()), options, spec.shard)
-        elif cursor.begun:
-            check_known(cursor, Share.of(spec.lanes, spec.shard), spec.lanes)
-        if cursor.begun:  # of a state that was loaded into the dataset
-            self.how = "loaded"
-            if ledger is not None:
-                self.begin_record(ledger, cursor, load=True)
+        return self._skipped
 
     @property
     def packing_efficiency(self) -> float | None:
         """The share of token slots of packed sequences that contain tokens, in this process. None without packing."""
-        live = self._live()
-        tokens, places = self._packed
-        if live is not None and (lanes := live.lanes) is not None:
-            tokens, places = tokens + lanes.packed[0], places + lanes.packed[1]
+        live = self._current()
+        more = (0, 0) if live is None or live.feed is None else live.feed.packed
+        tokens, places = self._packed[0] + more[0], self._packed[1] + more[1]
         return tokens / places if places else None
+
+    def __len__(self) -> int:
+        """Return the number of batches of an epoch on this rank. Raises TypeError if it is not known before running."""
+        at = self._where()
+        return counting.length(self.pipeline, self._options, at, over=self._is_over(at))
+
+    @property
+    def estimated_len(self) -> int | None:
+        """The approximate number of batches of an epoch, or None before the first batch."""
+        at = self._where()
+        return counting.estimated_length(self.pipeline, self._options, at, over=self._is_over(at))
+
+    def __repr__(self) -> str:
+        at = self._where()
+        epoch = at.epoch + self._is_over(at)
+        return counting.text(self.pipeline, self._options, self.batch_size, epoch, self.position)
+
+    def _repr_html_(self) -> str:
+        rows, at = counting.rows_of_epoch(self.pipeline, self._options, self.estimated_len), self.position
+        about = counting.about(self.pipeline, self._options, self.epoch, at, rows, self.stats())
+        return html.table("Loader", about, at / rows[0] if rows else None)
+
+    def _where(self) -> Cursor:
+        """Return the cursor after the last batch delivered or, with leases, of what is acknowledged."""
+        tracker = self._leases.tracker
+        if tracker is not None and not tracker.complete:
+            return tracker.cursor(alone=self.shard.count == 1)[0]
+        return self._run.cursor
+
+    def _next_cursor(self) -> Cursor:
+        """Return the cursor from which the next batch is delivered."""
+        at, live = self._where(), self._current()
+        if live is not None and live.is_open:
+            return live.start if live.start.epoch > at.epoch else at
+        return at.next_epoch() if self._is_over(at) else at
+
+    def _is_over(self, cursor: Cursor) -> bool:
+        """Return True if nothing is left of the epoch, as far as it is known."""
+        return counting.is_over(self.pipeline, self._options, cursor, self._plan_of(cursor))
+
+    def _plan_of(self, cursor: Cursor) -> StepPlan | None:
+        """Return the plan of the pass in progress, if it has a cursor, so that no window is planned twice."""
+        live = self._current()
+        plan = None if live is None or live.feed is None else live.feed.plan
+        inside = plan is not None and plan.epoch == cursor.epoch and plan.first_lane.taken <= cursor.lane.taken
+        return plan if inside else None
+
+    # The state
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state after the last batch delivered: a JSON-able dict.
+
+        If positions can be computed, it is equal on all ranks and under 1 KB. Otherwise it has a few integers for each
+        lane of this rank. With leases, it is what this rank has acknowledged.
+        """
+        self._draw_seed()
+        tracker, alone = self._leases.tracker, self.shard.count == 1
+        cursor, own = self._run.cursor, None
+        if tracker is not None:
+            leased, own = tracker.cursor(alone=alone)
+            cursor = cursor if tracker.complete else leased
+        if self._ledger is not None:
+            self._ledger.flush()
+        planning = self._options.planning
+        state = states.save(self.pipeline, cursor, "" if planning is None else planning.budget.text)
+        return state if own is None else {**state, "leased": own.to_json()}
+
+    def load_state_dict(self, state: Any, *, allow: Collection[str] = ()) -> None:
+        """Continue from a state, or from the list of the states of all ranks.
+
+        Batch size, workers and world size may differ. Raises CheckpointMismatchError, and changes nothing, if the state
+        belongs to other data, another order or pipeline. ``allow=["pipeline"]`` permits a field to differ, which is
+        recorded in ``changes`` and in the state. The weights of a mix may be changed, and sources may be added or
+        removed: the others continue at their positions.
+        """
+        resumed = self._resumed(state, allow)
+        self._end_iteration()
+        self._feeds.forget()
+        self._leases.drop()
+        self._run = runs.load(resumed.spec.resumed_by(self.shard.count), resumed.cursor)
+        self._compare_again()
+        if self._ledger is not None:  # now, not with the first batch: there may be no batch left
+            self._ledger.loaded(resumed.cursor)
+            self._begin_record(self._ledger, None)
+
+    def check_state(self, state: Any) -> None:
+        """Raise the error that ``load_state_dict`` would raise for a state that does not fit. Change nothing."""
+        self._resumed(state, ())
+
+    def _resumed(self, state: Any, allow: Collection[str]) -> states.Resumed:
+        resumed = states.load_global(state, self.pipeline, allow, self._options.planning)
+        resumed.spec.check_known(resumed.cursor, self.shard)
+        counting.check_window(resumed.spec, self._options, resumed.cursor)
+        return resumed
+
+    @property
+    def state_is_global(self) -> bool:
+        """True if the state of one rank restores all ranks. False if each has lanes, or leases, of its own."""
+        return self.pipeline.state_is_global and (self._leases.tracker is None or self.shard.count == 1)
+
+    @property
+    def takes_states_of_all_ranks(self) -> bool:
+        """True if the list of the states of all ranks restores any number of them."""
+        return True
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch to iterate. The epoch of a loaded state resumes where it was left; any other starts over.
@@ -122,276 +345,311 @@ class Loader(Leasing):
                     f"other, and the next one is {self.epoch}. Load a state to continue at another step."
                 )
             return
-        self.end_leases()
-        live, left = self._live(), self._left
-        self._pass = self._left = None
-        self.namings += 1
-        if (left is not None and left.batches > 1) or (live is not None and live.delivered > 1):
-            self._resume_point = None
-        if self.how == "fresh" and not self._cursor.begun:
-            # A run that begins there, as by those who make a loader for every epoch.
-            self.origin = Cursor(epoch, steps=self._cursor.steps)
-        point = self._resume_point
-        if (
-            epoch != self._cursor.epoch
-            or left is not None
-            or (self.delivered is not None and _resolved(self.delivered).epoch != epoch)
-        ):
-            self.delivered = None
-        fresh = Cursor(epoch, steps=self._where().steps)
-        self._cursor = point if point is not None and point.epoch == epoch else fresh
-        self._named = True
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state after the last batch delivered: flat and JSON-able.
-
-        If positions can be computed, it is equal on all ranks and under 1 KB. Otherwise it has a few integers for each
-        lane of this rank. With leases, it is what this rank has acknowledged.
-        """
-        self._draw_seed()
-        at, own = state_of(self.leases, self.shard.count == 1)
-        if self.ledger is not None:
-            self.ledger.flush()
-        state = states.save(self._spec, self._where() if at is None else at)
-        return {**state, "leased": own} if own else state
-
-    def load_state_dict(self, state: Any, *, allow: Collection[str] = ()) -> None:
-        """Continue from a state, or from the list of the states of all ranks.
-
-        Batch size, workers and world size may differ. Raises CheckpointMismatchError, and changes nothing, if the state
-        belongs to other data, another order or pipeline. ``allow=["pipeline"]`` permits a field to differ, which is
-        recorded in ``changes`` and in the state. The weights of a mix may be changed, and sources may be added or
-        removed: the others continue at their positions.
-        """
-        resumed = self._resumed(state, allow)
-        self._end_iteration()
-        self._sources.forget()
-        spec = resumed.spec.for_processes(self.shard.count) if resumed.spec.has_positions else resumed.spec
-        # No call between these: a signal handler that saves must not see only some of them.
-        self._spec, self._named, self._left = spec, False, None
-        self._cursor = self.origin = resumed.cursor
-        self.delivered, self.how, self._resume_point = None, "loaded", resumed.cursor
-        self.leases.drop()
-        if self._counterparts is not None:
-            self._counterparts.loaded()
-        if self.ledger is not None:  # now, not with the first batch: there may be no batch left
-            self.begin_record(self.ledger, self._cursor, load=True)
-
-    def check_state(self, state: Any) -> None:
-        """Raise the error that ``load_state_dict`` would raise for a state that does not fit. Change nothing."""
-        self._resumed(state, ())
-
-    def _resumed(self, state: Any, allow: Collection[str]) -> states.Resumed:
-        planning = self._options.planning
-        resumed = states.load_global(state, self._spec, allow, None if planning is None else planning.budget)
-        check_known(resumed.cursor, Share.of(resumed.spec.lanes, self._spec.shard), resumed.spec.lanes)
-        if planning is not None and resumed.spec.excluded:
-            raise excluded_from_batches(sum(map(len, resumed.spec.excluded)))
-        if planning is not None:  # plans the window in progress: its batches must be those that were saved
-            make_plan(resumed.spec, self._options, resumed.cursor).has(0)
-        return resumed
-
-    def _continue_at(self, cursor: Cursor, spec: PipelineSpec) -> None:
-        self.end_leases()
-        live = self._live()
-        if spec.excluded is not self._spec.excluded:
-            self._sources.forget()
-        if self._resume_point is not None and self._resume_point[:2] == cursor[:2]:
-            self._resume_point = cursor
-        self._spec, self._left = spec, None
-        if self.delivered is None or live is None or not live.is_open:
-            self._cursor, self.delivered = cursor, None
-        else:
-            self.delivered = cursor
-        if self._counterparts is not None:
-            self._counterparts.loaded()
-        if live is not None and live.is_open:
-            live.reopen()
-
-    @property
-    def state_is_global(self) -> bool:
-        """True if the state of one rank restores all ranks. False if each has lanes, or leases, of its own."""
-        return self._spec.state_is_global and (self.leases.tracker is None or self.shard.count == 1)
-
-    @property
-    def takes_states_of_all_ranks(self) -> bool:
-        """True if the list of the states of all ranks restores any number of them."""
-        return True
+        end_leases(self)
+        live, self._pass = self._current(), None
+        self._run = runs.choose(self._run, epoch, batches=0 if live is None else live.delivered)
+        if self._ledger is not None:
+            self._ledger.chosen(self._run.cursor)
 
     def _draw_seed(self) -> None:
         """Fix the seed of the global generators while functions run: at the first pass, or the first state."""
-        if self._spec.node.has_functions or self._options.collate_fn is not None:
-            self._spec = self._spec.seeded()
+        if self.pipeline.node.has_functions or self._options.collate_fn is not None:
+            self._run = self._run._replace(spec=self.pipeline.seeded())
 
-    def _where(self) -> Cursor:
-        if (at := state_of(self.leases, self.shard.count == 1)[0]) is not None:
-            return at
-        return self._cursor if self.delivered is None else _resolved(self.delivered)
+    # Edits
+
+    def exclude(
+        self,
+        *,
+        steps: range | Iterable[int] | None = None,
+        rows: Iterable[int] | Mapping[str | int, Iterable[int]] | None = None,
+        documents: Any = None,
+        run: Any = None,
+    ) -> int:
+        """Leave out steps, rows or documents that are not delivered yet. Return how many rows (or outputs) those are.
+
+        ``steps``: numbers of steps of this epoch, as ``loader.steps`` counts them: the next one is
+        ``loader.steps + 1``. They are left out, and the batches after them move up. Their rows stay excluded if the
+        batch size or the world size changes later.
+
+        ``rows``: numbers of rows before shuffling; with several sources, a dict by the name or number of the source.
+        They are left out of the rest of this epoch and of every later one.
+
+        ``documents``: the same rows, as provenance and ``midepoch audit`` name them: a batch with provenance, its
+        ``doc_ids``, or (source, row) pairs. ``run``: the folder of a ledger; then ``steps`` are those of the recorded
+        run, and exactly the documents that it delivered at these steps are left out, whatever its batch size was.
+
+        If the pipeline changes the number of rows (a filter, ``pack``, ``mix``), excluding steps runs it up to the last
+        of them, which takes as long as delivering these steps.
+
+        The state has the exclusion. Call it with the same arguments on all ranks: before iterating, between two
+        batches, or after ``load_state_dict``. With batches by ``max_tokens``, steps are counted in batches.
+        """
+        given = [
+            name for name, value in (("steps", steps), ("rows", rows), ("documents", documents)) if value is not None
+        ]
+        if len(given) != 1 or (run is not None and steps is None):
+            raise TypeError(
+                "exclude() takes either steps= or rows= or documents=. Pass one of them; run= needs steps=."
+            )
+        cursor, spec, options = self._next_cursor(), self.pipeline, self._options
+        if run is not None:
+            documents, steps = edits.documents_of(run, steps, spec), None
+        if documents is not None:
+            rows = edits.rows_of_documents(documents, self.sources)
+        if steps is not None:
+            edited = edits.without_steps(spec, options, cursor, steps)
+        else:
+            edited = edits.without_rows(spec, options, cursor, rows)
+        _log.info("exclude: %d %s are left out from the next batch on", edited.left_out, spec.unit)
+        self._continue_at(edited.spec, edited.cursor)
+        return edited.left_out
+
+    def _continue_at(self, spec: PipelineSpec, cursor: Cursor) -> None:
+        """Continue at a cursor, with a pipeline that differs in what is not delivered yet."""
+        end_leases(self)
+        live = self._current()
+        is_open = live is not None and live.is_open
+        if spec.excluded is not self.pipeline.excluded:
+            self._feeds.forget()
+        self._run = runs.edit(self._run, spec, cursor, is_open=is_open)
+        self._compare_again()
+        if live is not None and is_open:
+            live.reopen()
+
+    @property
+    def weights(self) -> dict[str, float] | tuple[float, ...]:
+        """The weights of the mix at the next batch, as shares of 1: by name, or a tuple if its sources have no names.
+
+        In a phase with ``final_weights`` they are the weights at its beginning.
+        """
+        mix = edits.mix_of(self.pipeline, "weights")
+        weights: Sequence[float] = mix.current
+        if mix.schedule is not None:
+            cursor = self._next_cursor()
+            phase = phase_at(self.pipeline, cursor)
+            weights = [mix.schedule.plan[phase].weights.get(name, 0.0) for name in mix.names]
+            if mix.learned is not None and mix.learned.applies(cursor.epoch, phase):
+                weights = mix.learned.weights
+        found = shares(weights)
+        return dict(zip(mix.names, found, strict=True)) if mix.names else found
+
+    @property
+    def phase(self) -> str | None:
+        """The name of the phase of the next batch, or None if the data is not mixed by a schedule."""
+        schedule = self.pipeline.node.schedule
+        return None if schedule is None else schedule.plan[phase_at(self.pipeline, self._next_cursor())].name
+
+    def set_weights(self, weights: Mapping[str, float] | Sequence[float]) -> None:
+        """Change the weights of the mix from the next batch on, for methods that learn them during the run.
+
+        ``weights``: by the name of the source (0 if it is not named), or a list. With a schedule, they apply until the
+        phase ends in this epoch. The state has them, so a resume continues with them. Steps after the mix (shuffle,
+        batch, pack) first deliver the rows that they have drawn with the weights before.
+
+        Call it at the same step on all ranks. The weights of the first rank to call it apply on all of them.
+        """
+        chosen, cursor = edits.checked_weights(weights, self.pipeline), self._next_cursor()
+        phase, chosen = self._agreed(phase_at(self.pipeline, cursor), chosen, cursor)
+        spec, cursor = with_weights(self.pipeline, cursor, phase, chosen)
+        _log.info("set_weights: the weights of the mix are %s from the next batch on", [round(w, 6) for w in chosen])
+        self._continue_at(spec, cursor)
+
+    def _agreed(self, phase: int, weights: tuple[float, ...], cursor: Cursor) -> tuple[int, tuple[float, ...]]:
+        """Return the weights of the first rank. Raise WorldError if it called at another step."""
+        if self._counterparts is None:
+            return phase, weights
+        text = json.dumps([cursor.epoch, cursor.steps, phase, weights])
+        agreed = rendezvous.first_value(f"weights/{self._counterparts.next_name()}", text)
+        if agreed is None:
+            return phase, weights
+        epoch, steps, phase, weights = json.loads(agreed)
+        if (epoch, steps) != (cursor.epoch, cursor.steps):
+            raise WorldError(
+                f"set_weights was called after step {cursor.steps:,} on this rank, and after step {steps:,} on "
+                "another. Call it at the same step on all ranks."
+            )
+        return phase, tuple(weights)
+
+    # Iteration
 
     def __iter__(self) -> Iterator[Any]:
         return Stretch(self) if self._options.steps_per_epoch else self._begin_pass()
 
-    def _begin_pass(self, start: Start | None = None, cursor: Cursor | None = None) -> Pass:
+    def _begin_pass(self, start: Start | None = None) -> Pass:
+        """Begin a pass. ``start``: where leases that were left are continued."""
         if start is None:
-            self.end_leases()
+            end_leases(self)
         self._end_pass()
         self._draw_seed()
-        if cursor is not None:  # leases that were left are continued
-            self._cursor, self.delivered, self._named = cursor, None, False
-        batches = Pass(self, self.next_start() if start is None else start)
-        self.iterator = weakref.ref(batches)
+        batches = Pass(self, self._next_start() if start is None else start)
+        self._live = weakref.ref(batches)
         return batches
 
-    def data_pass(self, *, next_epoch: bool = False) -> Pass:
+    def _pass_over_data(self, *, next_epoch: bool = False) -> Pass:
         """Return the pass over the data that passes of a number of steps share, or begin that of its next epoch."""
         if self._data_pass is None or next_epoch:
             self._data_pass = self._begin_pass()
         return self._data_pass
 
-    def next_start(self) -> Start:
-        """Return the start of the next pass."""
-        left, self._left, restart = self._left, None, None
-        if left is not None:
-            at = _resolved(left.cursor)
-            self._named, self._cursor, self._looked = False, at, left.batches == 1
-            if not self._looked:
-                self._resume_point = None
-            if self._looked or not self._spec.node.shuffled:
-                restart = left.start if self._looked else Cursor(at.epoch, steps=at.steps)
-            if restart is not None and self._spec.has_positions and not self._is_over(at):
-                self.restarted(restart)
-                restart = None
-        cursor, rolled = self._cursor, False
-        if self._is_over(cursor) and not self._named:
-            # After the last batch, continuing means the next epoch, not an empty one.
-            if self.ledger is not None and cursor.lanes is not None:
-                self.record_end(self.ledger, cursor, cursor)
-            cursor, rolled = Cursor(cursor.epoch + 1, steps=cursor.steps), True
-        self.delivered = cursor if rolled else None
-        if (plan := self.plan(cursor)) is not None:
-            check_equal_steps(plan, self._options, self.shard)
-            if isinstance(plan, TokenPlan) and not cursor.begun and self._spec.rows and not plan.has(0):
-                raise ValueError(
-                    f"no batch would be left: there are fewer batches by tokens than the {self.shard.count} ranks, and "
-                    'the last step is dropped if it has none for every rank. Use last_batch="pad", or omit it.'
-                )
-        return Start(cursor, rolled, None if rolled else restart, left is not None)
+    def _next_start(self) -> Start:
+        """Return the start of the next pass. Raise if it would have no batch for some rank, as far as it is known."""
+        run = self._run
+        at = run.cursor if runs.was_left(run) else run.next
+        start = runs.begin(run, over=self._is_over(at), shuffled=self.pipeline.node.shuffled)
+        if self._ledger is not None and run.kind is Kind.LOOKED and not start.rolled:
+            self._ledger.looked()
+        if start.restart is not None and self.pipeline.unit == "rows":  # that something is left is known
+            self._restarted(start.restart)
+            start = start._replace(cursor=start.restart, restart=None)
+        if self.pipeline.unit == "rows":
+            counting.check_start(self.pipeline, self._options, start.cursor)
+        return start
 
-    def restarted(self, cursor: Cursor) -> Cursor:
-        """Begin again at a cursor: the pass before was left there, and is not continued."""
-        if not self._looked and not self._warned:
-            self._warned = True
+    def _restarted(self, cursor: Cursor) -> None:
+        """Warn once if a pass that was left is not continued."""
+        if self._run.kind is not Kind.LOOKED and not self._meter.restarted:
+            self._meter.restarted = True
             _log.warning(
                 "epoch %d begins again at its first row: the last pass was left before its end, and the data is not "
                 "shuffled. Use next(loader) or a state to continue, or set_epoch() to choose an epoch.", cursor.epoch,
             )  # fmt: skip
-        self._cursor, self.delivered = cursor, None
-        return cursor
 
-    def left(self, batches: Pass) -> None:
-        """Note that a pass was left before its end."""
-        assert self.delivered is not None
-        self._left = _Left(batches.start, self.delivered, batches.delivered)
+    def _open_feed(self, cursor: Cursor, *, alone: bool = False, plan: StepPlan | None = None) -> Feed:
+        return self._feeds.open(self.pipeline, cursor, alone=alone, plan=plan)
 
-    def may_roll(self, start: Cursor, rolled: bool, left: bool) -> bool:
-        """Return True if a pass that finds nothing left continues with the next epoch.
+    def _finish(self, end: Cursor, *, rolled: bool) -> None:
+        """Move to the end of an epoch."""
+        if self.pipeline.unit == "outputs":
+            if outputs := counting.outputs_of(self.pipeline, end):
+                self._run = self._run._replace(spec=replace(self.pipeline, epoch_outputs=outputs))
+            else:
+                _log.warning("epoch %d of %r is empty. Check that its filters keep some rows.", end.epoch, self)
+        self._run = runs.finish(self._run, end, rolled=rolled)
 
-        False if the epoch was set, or if this rank has loaded a state and other ranks may have batches left. A rank
-        that left its own pass after the last batch does not wait for them.
-        """
-        alone = left or self.state_is_global or self._options.last_batch != "uneven"
-        return start.begun and not rolled and not self._named and alone
-
-    def rolled_to(self, epoch: int) -> Cursor:
-        """Begin another epoch."""
-        self.delivered = at = Cursor(epoch, steps=self._where().steps)
-        return at
-
-    def epoch_over(self, end: Cursor, rolled: bool) -> None:
-        """Move to the next epoch or, after a roll-over, to the end of this one.
-
-        Setting an epoch that was rolled over to thus does not repeat it. Until the next epoch is set or begun, the
-        state is that after the last batch: setting the finished epoch after a resume, as a loop that saves its own
-        epoch number does, repeats nothing.
-        """
-        if not self._spec.has_positions and end.position:
-            self._spec = replace(self._spec, epoch_outputs=end.position)
-        elif not self._spec.has_positions:
-            _log.warning("epoch %d of %r is empty. Check that its filters keep some rows.", end.epoch, self)
-        if self._cursor.epoch not in (end.epoch, end.epoch - rolled):
-            self.delivered = None  # another epoch was set while this one was iterated
-            return
-        self._cursor = end if rolled else Cursor(end.epoch + 1, steps=end.steps)
-        self._resume_point = end if rolled else None
-        self.delivered, self._named = end if end.position else None, False
-
-    def compare(self, start: Cursor, *, first: bool) -> None:
+    def _compare(self, start: Cursor, *, first: bool) -> None:
         """Compare this rank with the others: what it loads, and at the second batch of a pass also from where."""
         if self._counterparts is not None:
-            self._counterparts.compare(self._spec.identity, start, self._spec.excluded, first=first)
+            self._counterparts.compare(self.pipeline, start, first=first)
 
-    def record_end(self, ledger: Ledger, start: Cursor, end: Cursor) -> None:
-        """Record a pass without batches that comes to the end of the epoch: what was left became nothing."""
-        self.begin_record(ledger, start)
-        ledger.finish(self.meter.waited, end)
-        self.how, self.origin = "on", end
+    def _compare_again(self) -> None:
+        if self._counterparts is not None:
+            self._counterparts.loaded()
 
-    def begin_record(
-        self, ledger: Ledger, cursor: Cursor, *, load: bool = False, leased: LeaseSteps | None = None
-    ) -> None:
-        """Record that a pass begins at a cursor, or that a state was loaded there."""
+    def _begin_record(self, ledger: Ledger, batches: Pass | None) -> None:
+        """Record that a pass begins, or that a state was loaded if there is none."""
+        start = self._run.cursor if batches is None else batches.start
+        options = self._options
         ledger.begin(
-            self._spec,
-            cursor,
-            how=self.how,
-            origin=_resolved(self.origin),
-            end=self.plan(cursor),
-            batch_size=self._options.batch_size,
-            last_batch=self._options.last_batch,
-            workers=self._options.num_workers,
-            sizes=self._options.sizes,
-            planning=self._options.planning,
-            measured=self.meter,
-            load=load,
-            sources=self.sources if self._options.provenance else (),
-            leased=leased,
-            excluded=self.excluded_places(cursor),
+            self.pipeline,
+            start,
+            counting.batching(options),
+            until=counting.end_of_epoch(self.pipeline, options, start),
+            planning=options.planning,
+            workers=options.num_workers,
+            measured=self._meter,
+            sources=self.sources if options.provenance else (),
+            leased=None if batches is None else batches.leased,
+            load=batches is None,
         )
 
-    def open(self, cursor: Cursor, plan: StepPlan | None, *, alone: bool = False) -> BatchSource:
-        """Open the batches from a cursor on. ``alone``: ranks do not agree on their steps."""
-        return self._sources.open(self._spec, cursor, plan, alone=alone)
+    def _leave(self, feed: Feed | None, *, edited: bool = False) -> None:
+        """Close the batches of a pass that has ended, or was edited."""
+        if feed is not None:
+            tokens, places = feed.packed
+            self._packed = (self._packed[0] + tokens, self._packed[1] + places)
+        self._feeds.leave(feed, edited=edited)
 
-    def leave_source(self, source: BatchSource | None) -> None:
-        """Close the source of a pass that has ended. Workers stop with it unless they are persistent."""
-        lanes = unwrapped(source)
-        if isinstance(lanes, LaneBatches):
-            self._packed = (self._packed[0] + lanes.packed[0], self._packed[1] + lanes.packed[1])
-        self._sources.leave(source)
-
-    def close_workers(self) -> None:
-        """Stop the workers, and discard unfinished batches."""
-        self._sources.close()
-
-    def _live(self) -> Pass | None:
-        return self.iterator() if self.iterator is not None else None
+    def _current(self) -> Pass | None:
+        return self._live() if self._live is not None else None
 
     def _end_iteration(self) -> None:
         """End the pass in progress, and all iterators over a number of steps."""
         self._end_pass()
-        self.loads += 1
+        self._breaks += 1
 
     def _end_pass(self) -> None:
-        live = self._live()
+        live = self._current()
         if live is not None:
             live.close()
-        self.iterator = self._pass = self._data_pass = None
+        self._live = self._pass = self._data_pass = None
 
     def close(self) -> None:
         """Stop threads and workers now. They also stop with the loader, and with the process however it exits."""
         self._end_iteration()
-        self.close_workers()
+        self._feeds.close()
 
+    def __enter__(self: Self) -> Self:
+        return self
 
-def _resolved(cursor: Cursor | StepOutputs) -> Cursor:
-    return cursor.cursor() if isinstance(cursor, StepOutputs) else cursor
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # Leases
+
+    def lease(self, *, max_out: int | None = None, timeout: float | None = None) -> LeaseItems:
+        """Return an iterator over leases: batches that count as consumed when they are acknowledged.
+
+        ``with loader.lease() as items: for lease in items: …`` iterates the rest of an epoch. Acknowledge each lease by
+        ``lease.ack()``, ``lease.reject()`` or ``loader.ack(…)``, in any order, from any thread or process of the
+        machine. The state holds what was acknowledged: a resume first delivers the other batches again, then continues.
+        Leases that are still out when the block ends are delivered again by the next block.
+
+        ``max_out``: the most leases that may be out. The next one then waits for an acknowledgement, and raises
+        TimeoutError after ``timeout`` seconds. Ranks do not wait for each other. With ``steps_per_epoch``, a block has
+        that number of steps, and waits for all leases at the end of an epoch of the data.
+        """
+        if max_out is not None:
+            max_out = integer(max_out, "lease(max_out=…)", 1)
+        if timeout is not None and not (isinstance(timeout, (int, float)) and 0 <= timeout < float("inf")):
+            raise ValueError(f"timeout must be a number of seconds, or None for no limit, got {timeout!r}")
+        return LeaseItems(self, max_out, timeout)
+
+    def ack(self, lease: Lease | int, *, rejected: bool = False) -> bool:
+        """Acknowledge a lease, given as a ``Lease`` or its id. Return False if it was acknowledged before.
+
+        ``rejected``: count it as rejected. Raises ValueError if the lease is unknown.
+        """
+        number = lease.id if isinstance(lease, Lease) else lease
+        if isinstance(number, bool) or not isinstance(number, (int, np.integer)):
+            raise TypeError(f"ack() takes a lease or its id, got {lease!r:.60}. Pass the lease, or lease.id.")
+        return self._leases.ack(int(number), rejected)
+
+    # Measurements
+
+    def stats(self, *, reset: bool = False) -> Stats:
+        """Return the speed of delivery, the time that the model waited, and the work that took the time.
+
+        On this rank, since the loader was created, or since the last call with ``reset=True``.
+        """
+        return self._meter.stats(reset=reset)
+
+    def on_stats(self, hook: Hook, *, every: float = 30.0) -> None:
+        """Call ``hook(stats, batches)`` every ``every`` seconds while batches are delivered.
+
+        ``midepoch.stats`` has hooks for TensorBoard and Weights & Biases. They are called when the next batch is
+        requested, so that their errors lose no batch.
+        """
+        if not callable(hook):
+            raise TypeError(f"expected a hook, a function of stats and batches, got {hook!r}")
+        if not every >= 0:
+            raise ValueError(f"every must be a number of seconds, got {every!r}")
+        self._meter.on_stats(hook, every)
+
+    def progress(self, *, done: int = 0) -> Iterator[Any]:
+        """Iterate the next pass with a progress bar, on a terminal or in a notebook.
+
+        ``for batch in loader.progress(): …``. ``done``: batches of the epoch that were delivered before, so that the
+        bar of a resumed run starts there.
+        """
+        done, batches, epoch = integer(done, "progress(done=…)"), iter(self), self.epoch
+        with Bar(f"epoch {epoch}", "batches", patience=0.0) as bar:
+            first = True
+            for batch in batches:
+                yield batch  # no statement before it: an interrupt there would lose a batch
+                done += 1
+                if first or bar.due:
+                    stats, first = self.stats(), False
+                    speed = f"{stats.rows_per_second:,.0f} rows/s, waited {100 * stats.waited_share:.0f} %"
+                    left, known = length_hint(batches, -1), self.estimated_len
+                    bar.update(done, done + left if left >= 0 else None if known is None else max(done, known), speed)

@@ -28,13 +28,15 @@ _NO_MODEL = 0.05
 class Meter:
     """Measurements of a loader with ``workers`` workers."""
 
-    def __init__(self, workers: int) -> None:
+    def __init__(self, workers: int, *, by_batch: bool = False) -> None:
         self.timings = Timings()
         self._workers, self._warned = workers, False
+        self.restarted = False
+        """True if it was said that a pass that was left is not continued."""
         self._hooks: list[tuple[Hook, float, float]] = []
         self.due = False
         """True if a hook is to be called before the next batch."""
-        self.by_batch = False
+        self.by_batch = by_batch
         """True if batches have about the same number of tokens, and rows have not."""
         self._total = 0  # batches since the beginning, whatever was reset
         self._figures_before, self._waited_before = Figures(), 0.0  # the same for what the ledger records

@@ -139,11 +139,6 @@ class FedBatches:
         return stopped and self.source.close()
 
 
-def unwrapped(source: BatchSource | None) -> BatchSource | None:
-    """Return the source of batches that are moved, or the source itself."""
-    return source.source if isinstance(source, (MovedBatches, FedBatches)) else source
-
-
 def _delivered(sent: _Sent, mover: Mover) -> Made:
     made, ticket = sent
     return made if made.empty else made._replace(value=mover.receive(ticket))

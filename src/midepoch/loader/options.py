@@ -10,7 +10,6 @@ from midepoch.errors import MidepochError
 from midepoch.order.budget import Budget
 from midepoch.order.schedule import Schedule
 from midepoch.order.sizes import BatchSizes
-from midepoch.pipeline.cursor import Cursor
 from midepoch.pipeline.planned import Planning
 from midepoch.transforms.context import ContextSlice
 from midepoch.transforms.layout import Layout
@@ -109,10 +108,6 @@ class Options:
     context: ContextSlice | None = None
     pads: Mapping[str, Any] | None = None
     provenance: str = ""
-
-    def counts(self, cursor: Cursor) -> bool:
-        """Return True if steps are counted from a cursor on: something depends on them, or they were counted before."""
-        return self.sizes is not None or self.steps_per_epoch > 0 or cursor.steps > 0
 
     @property
     def budget(self) -> Budget | None:

@@ -5,41 +5,28 @@ from __future__ import annotations
 import weakref
 from collections.abc import Mapping
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from midepoch._internal.resumable import HasState
 from midepoch._internal.threads import silent_at_exit
 from midepoch.audit.leases import LeaseSteps
-from midepoch.audit.ledger import Ledger
 from midepoch.errors import MidepochError
+from midepoch.loader import state as states
 from midepoch.loader.callers import warn_of_lightning
-from midepoch.loader.lanes import LaneBatches
-from midepoch.loader.moved import unwrapped
 from midepoch.loader.options import check_continues
-from midepoch.loader.plans import BatchSource, Made, StepPlan
+from midepoch.loader.plans import Made
+from midepoch.loader.state import Kind, RunState, Start
 from midepoch.pipeline.cursor import Cursor
 from midepoch.transforms import finish
 from midepoch.transforms.formats import prepare
 
 if TYPE_CHECKING:
+    from midepoch.loader.feeds import Feed
     from midepoch.loader.loader import Loader
 
 
-class Start(NamedTuple):
-    """The start of a pass. ``rolled``: it is in the epoch after that of the loader.
-
-    ``restart``: the alternative start if the epoch has batches left, which is not always known before.
-    """
-
-    cursor: Cursor
-    rolled: bool = False
-    restart: Cursor | None = None
-    left: bool = False
-    """True if the pass before was left in this process, and may have been at its end."""
-
-
 class Pass(HasState):
-    """Iterator over the batches of a pass. The cursor of the loader moves with every batch."""
+    """Iterator over the batches of a pass. The state of the loader moves with every batch."""
 
     _closed = True  # before it has begun
     ended = False
@@ -48,7 +35,7 @@ class Pass(HasState):
     """Its steps, if batches are leased: then ranks go at their own pace."""
 
     def __init__(self, loader: Loader, start: Start) -> None:
-        self._loader, self._ledger, self._meter = loader, loader.ledger, loader.meter
+        self._loader, self._ledger, self._meter = loader, loader._ledger, loader._meter
         options = loader.options
         self._format = loader.pipeline.format or "torch" if options.collate_fn is None else "python"
         warn_of_lightning()
@@ -56,15 +43,17 @@ class Pass(HasState):
         self._begin(start)
 
     def _begin(self, start: Start) -> None:
-        self.start, self.rolled, self._restart, self._left = start
+        self._start = start
         self._meter.begin()
-        self._namings = self._loader.namings
-        self.plan: StepPlan | None = self._loader.plan(self.start)
-        self.source: BatchSource | None = None
-        self._made = self.delivered = self._since = 0  # batches made, delivered, and of those since the plan begins
-        self._recorded = False
-        self._closed = self._over = False
+        self._made = self.delivered = self._since = 0  # batches made, delivered, and of those since the feed was opened
+        self._recorded = self._closed = self._over = False
         self._failure: BaseException | None = None
+        self._go_to(start.cursor)
+
+    def _go_to(self, cursor: Cursor) -> None:
+        self.start = cursor
+        self._loader._run = states.opened(self._loader._run, cursor)
+        self.feed: Feed | None = None
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the loader, after the last batch delivered."""
@@ -73,17 +62,22 @@ class Pass(HasState):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load a state into the loader, and continue there with this iterator."""
         self._loader.load_state_dict(state)
-        self._begin(self._loader.next_start())
-        self._loader.iterator = weakref.ref(self)
+        self._begin(self._loader._next_start())
+        self._loader._live = weakref.ref(self)
 
     def __iter__(self) -> Pass:
         return self
 
     def __length_hint__(self) -> Any:
         """Return the number of batches left, if it is known."""
-        if self.plan is None or self.plan.end is None:
-            return NotImplemented
-        return 0 if self._over else max(0, self.plan.share(self._loader.shard) - self._made)
+        left = None if self._closed else self.opened().left(self._made)
+        return 0 if self._over else NotImplemented if left is None else left
+
+    def opened(self) -> Feed:
+        """Return its batches, which are opened on first use."""
+        if self.feed is None:
+            self.feed = self._loader._open_feed(self.start, alone=self.leased is not None)
+        return self.feed
 
     def __next__(self) -> Any:
         if self._meter.due:
@@ -100,24 +94,25 @@ class Pass(HasState):
                     self._meter.timings.add(made.timings)
                 if not made.empty:
                     self._meter.delivered(asked, made.rows, value)
-                cursor = made.cursor
+                at = self.feed.after(made)  # type: ignore[union-attr]
                 if ledger is not None:
                     if not self._recorded:  # a pass is recorded from its first batch on
-                        loader.begin_record(ledger, self.start, leased=self.leased)
+                        loader._begin_record(ledger, self)
                         self._recorded = True
-                    if self.plan is None:
-                        ledger.prepare_step(cursor)
+                    ledger.prepare_step(at)
                     if made.traced is not None:
                         ledger.documents.write(self._since, made.traced)
                     recorded = ledger.recorded
-                    ledger.step(made.skipped, self._meter.waited, cursor)
-                # The cursor moves only here, together with the batch. Python handles signals at calls, and there is
+                    ledger.step(made.skipped, self._meter.waited, at)
+                # The state moves only here, together with the batch. Python handles signals at calls, and there is
                 # none from here to the caller's loop, so that no interrupt comes between the two.
-                loader.skipped += made.skipped
                 self.delivered += 1
                 self._since += 1
-                loader.delivered = loader.origin = cursor
-                loader.how = "on"
+                run, start = loader._run, self.start
+                kind = Kind.OPEN if run[2] is start else Kind.CHOSEN
+                loader._run = tuple.__new__(RunState, (run[0], at, run[2], kind, run[4]))
+                if made.skipped:
+                    loader._skipped += made.skipped
                 if not made.empty:
                     return value
                 recorded = None
@@ -132,11 +127,11 @@ class Pass(HasState):
 
     def _refuse_to_drift(self, made: Made) -> None:
         """Raise MidepochError if this rank skips a batch: it would be one step ahead of the others from then on."""
-        shard = self._loader.shard
-        if shard.count > 1 and made.skipped and self.plan is not None and self.leased is None:
+        shard, plan = self._loader.shard, None if self.feed is None else self.feed.plan
+        if shard.count > 1 and made.skipped and plan is not None and self.leased is None:
             raise MidepochError(
                 f'on_error="skip" left rank {shard.index} of {shard.count} no row of the batch at '
-                f"{self.plan.place(self._made - 1)}: it would be one step ahead of the others. Use larger batches, or "
+                f"{plan.place(self._made - 1)}: it would be one step ahead of the others. Use larger batches, or "
                 "shuffle by rows."
             )
 
@@ -145,37 +140,45 @@ class Pass(HasState):
         loader = self._loader
         while True:
             if self._made < (2 if self.leased is None else 1):
-                loader.compare(self.start, first=not self._made)
-            if self.source is None and (self.plan is None or self.plan.has(0)):
-                self.source = loader.open(self.start, self.plan, alone=self.leased is not None)
-            made = None if self.source is None else self.source.next()
+                loader._compare(self.start, first=not self._made)
+            feed = self.feed or self.opened()
+            made = feed.next()
             if made is not None:
-                if self._restart is not None:
-                    self._go_to(loader.restarted(self._restart))  # something is left: the last pass was incomplete
+                if self._start.restart is not None:  # something is left: the last pass was incomplete
+                    restart, self._start = self._start.restart, self._start._replace(restart=None)
+                    loader._restarted(restart)
+                    self._go_to(restart)
                     continue
                 self._made += 1
                 return made
-            begun = self.delivered or self._made or ((lanes := self.lanes) is not None and lanes.begun)
-            if not begun and self.plan is None and loader.may_roll(self.start, self.rolled, self._left):
+            if not (self.delivered or self._made or feed.begun) and self._may_roll(feed):
                 # Nothing is left of the loader's epoch: continue with the next, instead of an empty pass.
-                self._record_end()
-                self._go_to(loader.rolled_to(self.start.epoch + 1), rolled=True)
+                self._record_end(feed)
+                self._start = Start(self.start.next_epoch(), rolled=True)
+                self._go_to(self._start.cursor)
                 continue
             self._over = self.ended = True
-            self._record_end()
-            loader.epoch_over(self._end(), self.rolled)
+            self._record_end(feed)
+            loader._finish(feed.end, rolled=self._start.rolled)
             return None
 
-    def _record_end(self) -> None:
-        """Record the end of the epoch, also in a pass without batches: rows after the last batch may become nothing."""
-        if self._ledger is not None and not self._recorded and self.plan is None:
-            self._loader.record_end(self._ledger, self.start, self._end())
-        elif self._ledger is not None:
-            self._ledger.finish(self._meter.waited, self._end(), 0 if self.lanes is None else self.lanes.dropped)
+    def _may_roll(self, feed: Feed) -> bool:
+        """Return True if a pass that finds nothing left continues with the next epoch.
 
-    def _go_to(self, cursor: Cursor, *, rolled: bool = False) -> None:
-        self.start, self.rolled, self._restart = cursor, rolled, None
-        self.plan, self.source = self._loader.plan(cursor), None
+        False if the epoch was chosen, or if this rank has loaded a state and other ranks may have batches left. A rank
+        that left its own pass after the last batch does not wait for them.
+        """
+        start, loader = self._start, self._loader
+        alone = start.left or loader.state_is_global or loader.last_batch != "uneven"
+        return feed.plan is None and self.start.begun and not start.rolled and not start.chosen and alone
+
+    def _record_end(self, feed: Feed) -> None:
+        """Record the end of the epoch, also in a pass without batches: rows after the last batch may become nothing."""
+        if self._ledger is None:
+            return
+        if not self._recorded and feed.plan is None:
+            self._loader._begin_record(self._ledger, self)
+        self._ledger.finish(self._meter.waited, feed.end)
 
     @property
     def is_open(self) -> bool:
@@ -183,36 +186,19 @@ class Pass(HasState):
         return not (self._closed or self._over)
 
     def reopen(self) -> None:
-        """Continue after the last batch delivered with what the loader has there now. Batches made ahead are discarded.
+        """Continue after the last batch delivered with what the loader has there now. The rest is a record of its own.
 
-        The rest is recorded as a pass of its own.
+        Batches that were made ahead are discarded.
         """
-        source, self.source = self.source, None
+        feed, self.feed = self.feed, None
         if self._ledger is not None and self._recorded:
             self._ledger.flush()
-        self._loader.leave_source(source)
-        self._go_to(self._loader.next_cursor(), rolled=self.rolled)
+        self._loader._leave(feed, edited=True)
+        run = self._loader._run
+        self.start = self._loader._next_cursor()
+        self._loader._run = run._replace(next=self.start)
         self._made = self._since = 0
         self._recorded = False
-
-    def _end(self) -> Cursor:
-        """Return the cursor at the end of the epoch."""
-        if self.plan is not None:
-            return self.plan.end_cursor
-        lanes = self.lanes
-        assert lanes is not None
-        return lanes.end
-
-    @property
-    def ledger(self) -> Ledger | None:
-        """The ledger in which it is recorded, if any."""
-        return self._ledger
-
-    @property
-    def lanes(self) -> LaneBatches | None:
-        """The batches of lanes, if positions cannot be computed."""
-        source = unwrapped(self.source)
-        return source if isinstance(source, LaneBatches) else None
 
     def _fail(self, problem: BaseException) -> None:
         """End the pass: a batch that was not delivered would be lost.
@@ -220,7 +206,7 @@ class Pass(HasState):
         Workers stop, too: a signal may have come between a message and its bookkeeping.
         """
         self._failure = problem
-        self._loader.close_workers()
+        self._loader._feeds.close()
         self.close()
 
     def close(self) -> None:
@@ -230,21 +216,21 @@ class Pass(HasState):
         self._closed = True
         if self._ledger is not None and self.delivered:
             self._ledger.leave()
-        if self.delivered and not self._over and self._namings == self._loader.namings:
+        if self.delivered and not self._over and self._loader._run.next is self.start:
             self._leave()
-        source, self.source = self.source, None
-        self._loader.leave_source(source)
+        feed, self.feed = self.feed, None
+        self._loader._leave(feed)
 
     def _leave(self) -> None:
         """Note that the end was not reached. If nothing is left for this rank, the next pass is the next epoch."""
-        complete = self.plan is not None and not self.plan.has_for(self._since, self._loader.shard)
-        if complete and self._failure is None:
+        feed, loader = self.feed, self._loader
+        if feed is not None and self._failure is None and feed.complete(self._since):
             if self._ledger is not None:
-                self._ledger.finish(self._meter.waited, self._end(), 0 if self.lanes is None else self.lanes.dropped)
+                self._ledger.finish(self._meter.waited, feed.end)
             self.ended = True
-            self._loader.epoch_over(self._end(), self.rolled)
+            loader._finish(feed.end, rolled=self._start.rolled)
         else:
-            self._loader.left(self)
+            loader._run = states.leave(loader._run, self.start, self.delivered)
 
     @silent_at_exit
     def __del__(self) -> None:

@@ -7,7 +7,6 @@ import numpy.typing as npt
 
 from midepoch.order import Shard
 from midepoch.order.schedule import OPEN, Schedule
-from midepoch.order.sizes import BatchSizes
 from midepoch.pipeline.lanes import Lanes
 
 Int64Array = npt.NDArray[np.int64]
@@ -26,13 +25,7 @@ class PhaseSizes:
         ranks, count = groups * self._shards, groups * len(lanes.numbers)
         self._sizes = [(phase.global_batch_size or 0) // ranks for phase in schedule.plan]
         self._ends = np.array([schedule.lengths(Shard(lane, count))[0] for lane in lanes.numbers], np.int64)
-        self._by_step = BatchSizes.of(schedule.batch_sizes(ranks))
         self._last: tuple[int, int, int, list[bool] | None] = (0, 0, 0, None)
-
-    @property
-    def step(self) -> int:
-        """The number of steps of the epoch that the outputs so far have filled."""
-        return self._by_step.step_at(int(self._lanes.outputs.sum()) // self._shards)
 
     def next(self) -> tuple[int, int]:
         """Return the size of the next batch, and the outputs of its phase that are left and not done.

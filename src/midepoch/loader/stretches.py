@@ -17,7 +17,7 @@ class Stretch(HasState):
     """Iterator over the steps of a run up to the next multiple of ``steps_per_epoch``, across epochs of the data."""
 
     def __init__(self, loader: Loader) -> None:
-        self._loader, self._load = loader, loader.loads
+        self._loader, self._load = loader, loader._breaks
         self._stop = self._next_stop()
 
     def _next_stop(self) -> int:
@@ -31,7 +31,7 @@ class Stretch(HasState):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load a state into the loader, and continue there with this iterator."""
         self._loader.load_state_dict(state)
-        self._load, self._stop = self._loader.loads, self._next_stop()
+        self._load, self._stop = self._loader._breaks, self._next_stop()
 
     def __iter__(self) -> Stretch:
         return self
@@ -41,13 +41,13 @@ class Stretch(HasState):
 
     def __next__(self) -> Any:
         loader = self._loader
-        check_continues(None, self._load != loader.loads)
+        check_continues(None, self._load != loader._breaks)
         if loader.steps >= self._stop:
             raise StopIteration
-        for value in loader.data_pass():
+        for value in loader._pass_over_data():
             return value
         if loader.steps >= self._stop:  # the last step of the epoch had no batch for this rank
             raise StopIteration
-        for value in loader.data_pass(next_epoch=True):
+        for value in loader._pass_over_data(next_epoch=True):
             return value
         raise MidepochError("an epoch of the data has no batch. Check that its filters keep some rows.")

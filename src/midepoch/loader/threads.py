@@ -12,7 +12,8 @@ from typing import Any
 
 from midepoch._internal.threads import join
 from midepoch.loader.batches import BatchMaker
-from midepoch.loader.plans import Made, StepPlan
+from midepoch.loader.plans import Made
+from midepoch.pipeline.plans import StepPlan
 
 
 class ThreadedBatches:

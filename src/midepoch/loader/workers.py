@@ -16,11 +16,10 @@ from midepoch.loader.batches import BatchMaker
 from midepoch.loader.crew import SHORT, Crew, Job, Link, MainIsGone, receive_within, report
 from midepoch.loader.crews import open_crew
 from midepoch.loader.options import Options
-from midepoch.loader.plans import Made, StepPlan
+from midepoch.loader.plans import Made
 from midepoch.loader.processes import compact
-from midepoch.loader.token_plan import TokenPlan
-from midepoch.pipeline.cursor import Cursor
 from midepoch.pipeline.leaf import Leaf
+from midepoch.pipeline.plans import StepPlan, TokenPlan
 
 
 class WorkerPool:
@@ -52,7 +51,7 @@ class WorkerPool:
         for _ in range(min(workers, len(self._untold))):
             number = self._untold.popleft()
             # Lengths and functions are sent once, with the job: workers plan batches by tokens themselves.
-            plan = self._plan.begin if isinstance(self._plan, TokenPlan) else self._plan
+            plan = (self._plan.begin, self._plan.batches.excluded) if isinstance(self._plan, TokenPlan) else self._plan
             self.crew.tell(number, (self._run, plan, self._grants(number)))
 
     def step(self, step: int) -> Made:
@@ -171,5 +170,9 @@ class _BatchWorker:
             granted = array("i", message[len(SHORT) :]).tolist()
         else:
             self._run, plan, granted = message
-            self._plan = TokenPlan(self._leaf, self._options, plan) if isinstance(plan, Cursor) else plan
+            if isinstance(plan, tuple):
+                assert self._options.planning is not None
+                begin, excluded = plan
+                plan = TokenPlan.of(self._leaf, self._options.planning, begin, self._options.last_batch, excluded)
+            self._plan = plan
         self._slots.extend(map(self._link.accept, granted))

@@ -150,6 +150,10 @@ class Intervals:
         place = np.searchsorted(self.starts, positions, side="right") - 1
         return (place >= 0) & (np.asarray(positions) < self.stops[place])
 
+    def contains_one(self, position: int) -> bool:
+        """Return True if a position is in the set."""
+        return self.after(position) != position
+
     def count(self, start: int, stop: int) -> int:
         """Return the number of positions of [start, stop) that are in the set."""
         return (stop - self.before(stop)) - (start - self.before(start)) if stop > start else 0

@@ -1,12 +1,16 @@
-"""The cursor: the only value that advances."""
+"""The cursor: the only value that advances.
+
+A run delivers *units*: rows, outputs of a pipeline, or batches by tokens. They are numbered in *lanes*. Where positions
+can be computed there is one lane, number 0, and unit n is the row at position n of the epoch. After step 3 of batches
+of 64 rows the cursor is ``Cursor(epoch=0, lanes={0: LaneCursor(taken=192)}, steps=3)``.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from midepoch.order import Shard
 from midepoch.order.intervals import EMPTY, Intervals
 
 At = Any
@@ -38,83 +42,95 @@ class PartsAt(list[Any]):
 
 @dataclass(frozen=True)
 class LaneCursor:
-    """One lane: its outputs delivered in this epoch, True if it is known to have ended, and its cursor.
+    """Progress of one lane.
 
-    ``done``: numbers of later outputs that are not delivered (again).
+    ``taken``: units before it, all of which are delivered or excluded. ``at``: the cursor of its stages, or None where
+    ``taken`` says it all. ``excluded``, ``ahead``: later units that are not delivered any more, because they were
+    excluded, or delivered before earlier ones (acknowledged leases). ``ended``: the lane is known to have no more.
     """
 
-    outputs: int
-    ended: bool
-    cursor: At
-    done: Intervals = EMPTY
-
-
-@dataclass(frozen=True)
-class LaneCursors:
-    """The known lanes, by number: those that are ``known.index`` modulo ``known.count``."""
-
-    by_lane: Mapping[int, LaneCursor]
-    known: Shard = field(default_factory=Shard)
+    taken: int = 0
+    at: At = None
+    excluded: Intervals = EMPTY
+    ahead: Intervals = EMPTY
+    ended: bool = False
 
     @property
-    def ended(self) -> bool:
-        """True if all of them have ended."""
-        return all(lane.ended for lane in self.by_lane.values())
+    def done(self) -> Intervals:
+        """Later units that are not delivered, for either reason."""
+        return self.excluded.union(self.ahead)
+
+    def moved(self, taken: int, at: At = None, *, ended: bool = False) -> LaneCursor:
+        """Return the cursor after more units."""
+        return LaneCursor(taken, at, self.excluded.from_(taken), self.ahead.from_(taken), ended)
 
 
-class PlannedAt(NamedTuple):
-    """The place of batches by a budget of tokens: the position at which the window in progress begins, and its legs.
+class WindowAt(NamedTuple):
+    """Cursor of a lane of batches by tokens, planned window by window.
 
-    A leg is a budget, as text, the number of its batches that were delivered, and a checksum of all its batches. There
-    is one for each budget that was used in the window, and none before its first batch.
+    ``rows``: the progress in rows when the window began; later rows that were done then are in no batch. ``first``:
+    batches before the window. ``checksum``: of its batches, 0 before the first of them is delivered.
     """
 
-    start: int
-    legs: tuple[tuple[str, int, int], ...] = ()
+    rows: LaneCursor = LaneCursor()
+    first: int = 0
+    checksum: int = 0
+
+
+NO_LANES: Mapping[int, LaneCursor] = {}
 
 
 class Cursor(NamedTuple):
-    """An epoch, the amount of it that all shards together have consumed, and the cursor of each lane.
+    """The progress of a run: an epoch, its known lanes, and the steps since the run began.
 
-    If positions can be computed, ``position`` counts rows, the lanes follow from it, and ``lanes`` is None. Otherwise
-    ``position`` counts outputs, and ``lanes`` is None only at the beginning of an epoch. If batches are planned by a
-    budget of tokens, ``position`` counts batches, and ``planned`` says which rows those were.
-
-    ``steps``: steps delivered since the run began, counted only where something depends on it.
-
-    ``done``: what ``position`` counts, at and after it, that is not delivered (again): it was excluded, or acknowledged
-    before earlier positions were. Lanes have their own.
-
-    ``dropped``: outputs of lanes, among those before ``position``, that were done. Ranks at one step differ in them if
-    they had leases before: ``position`` without them is equal.
+    A *step* is one global batch. ``lanes`` is empty at the beginning of an epoch. A rank with lanes of its own knows
+    only those.
     """
 
     epoch: int = 0
-    position: int = 0
-    lanes: LaneCursors | None = None
-    planned: PlannedAt | None = None
+    lanes: Mapping[int, LaneCursor] = NO_LANES
     steps: int = 0
-    done: Intervals = EMPTY
-    dropped: int = 0
+
+    @staticmethod
+    def at_row(epoch: int, lane: LaneCursor, steps: int = 0) -> Cursor:
+        """Return a cursor with one lane, or at the beginning of an epoch if the lane is there."""
+        rows = lane.at.rows if isinstance(lane.at, WindowAt) else lane
+        begun = lane.taken or lane.done or rows.taken or rows.done
+        return Cursor(epoch, {0: lane} if begun else NO_LANES, steps)
 
     @property
     def begun(self) -> bool:
         """True unless this is the beginning of an epoch."""
-        return self.position > 0 or self.lanes is not None or bool(self.done)
+        return bool(self.lanes)
+
+    @property
+    def lane(self) -> LaneCursor:
+        """The only lane, where positions can be computed."""
+        return self.lanes.get(0, _FIRST)
+
+    @property
+    def position(self) -> int:
+        """Units of the known lanes before the cursor."""
+        return sum(lane.taken for lane in self.lanes.values())
 
     @property
     def has_done(self) -> bool:
         """True if something after this cursor is not delivered."""
-        return bool(self.done) or (self.lanes is not None and any(lane.done for lane in self.lanes.by_lane.values()))
+        return any(lane.excluded or lane.ahead for lane in self.lanes.values())
 
     @property
     def lanes_ended(self) -> bool:
         """True if the lanes are known to have ended."""
-        return self.lanes is not None and self.lanes.ended
+        return bool(self.lanes) and all(lane.ended for lane in self.lanes.values())
+
+    def next_epoch(self) -> Cursor:
+        """Return the beginning of the next epoch."""
+        return Cursor(self.epoch + 1, steps=self.steps)
 
     def at_end(self) -> Cursor:
-        """Return this cursor with all lanes ended. Outputs that are left are omitted."""
-        if self.lanes is None:
-            return self
-        ended = {lane: replace(at, ended=True, done=EMPTY) for lane, at in self.lanes.by_lane.items()}
-        return self._replace(lanes=replace(self.lanes, by_lane=ended))
+        """Return this cursor with all lanes ended. Units that are left are omitted."""
+        ended = {number: replace(lane, ended=True, excluded=EMPTY, ahead=EMPTY) for number, lane in self.lanes.items()}
+        return self._replace(lanes=ended)
+
+
+_FIRST = LaneCursor()

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from midepoch.errors import StateError
 from midepoch.order.intervals import EMPTY, Intervals
 from midepoch.pipeline.leaf import Leaf
 from midepoch.pipeline.node import Mix, Node
@@ -39,33 +37,15 @@ def rows_by_source(rows: Any, leaves: Sequence[Leaf], names: Sequence[str]) -> E
         if isinstance(number, bool) or not isinstance(number, int) or not 0 <= number < len(leaves):
             known = ", ".join([*map(repr, names)] or [f"0 to {len(leaves) - 1}"])
             raise ValueError(f"exclude(rows=…): there is no source {source!r}. There are: {known}.")
-        found[number] = _rows(given, len(leaves[number].order.selection))
+        found[number] = found[number].union(_rows(given, len(leaves[number].order.selection)))
     return tuple(found)
 
 
 def _rows(given: Any, count: int) -> Intervals:
     numbers = given if isinstance(given, range) else np.asarray(given if hasattr(given, "dtype") else list(given))
-    if not isinstance(numbers, range) and numbers.dtype.kind not in "iu" and len(numbers):
+    if not isinstance(numbers, range) and (numbers.ndim != 1 or (numbers.dtype.kind not in "iu" and len(numbers))):
         raise TypeError(f"exclude(rows=…) takes numbers of rows, got {given!r:.60}")
     if len(numbers) and not 0 <= min(numbers) <= max(numbers) < count:
         bad = min(numbers) if min(numbers) < 0 else max(numbers)
         raise ValueError(f"exclude(rows=…): there is no row {bad}: the dataset has {count:,} rows.")
     return Intervals.from_positions(numbers)
-
-
-def excluded_text(excluded: Excluded) -> str:
-    """Return excluded rows as text for a state."""
-    return json.dumps({number: rows.encode() for number, rows in enumerate(excluded) if rows}, separators=(",", ":"))
-
-
-def excluded_in(text: str, sources: int) -> Excluded:
-    """Return the excluded rows in a state. Raises StateError if it is damaged."""
-    if not text:
-        return ()
-    found = [EMPTY] * sources
-    try:
-        for number, rows in json.loads(text).items():
-            found[int(number)] = Intervals.decode(rows)
-    except (ValueError, TypeError, AttributeError, IndexError, RecursionError):
-        raise StateError(f"the state is damaged: 'excluded' is {text!r:.40}.") from None
-    return tuple(found)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import TYPE_CHECKING, Any
 
 from midepoch.order import Shuffle, Weighted
@@ -31,8 +30,6 @@ def identity(spec: PipelineSpec) -> dict[str, Any]:
         fields = leaf_identity(node.base) | {"lanes": spec.lanes, "pipeline": node.text}
         if node.arguments or not spec.has_positions:
             fields["arguments"] = node.arguments
-        if spec.changes and spec.has_positions:
-            fields["changes"] = json.dumps(spec.changes)
         return fields
     return {
         "data": node.digest,
@@ -41,7 +38,7 @@ def identity(spec: PipelineSpec) -> dict[str, Any]:
         "lanes": spec.lanes,
         "pipeline": node.text,
         "arguments": node.arguments,
-        "parts": json.dumps(describe(node), separators=(",", ":")),
+        "parts": describe(node),
     }
 
 

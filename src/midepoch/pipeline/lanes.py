@@ -10,9 +10,8 @@ import numpy as np
 import numpy.typing as npt
 
 from midepoch.order import Shard
-from midepoch.order.intervals import EMPTY, Intervals
 from midepoch.pipeline.chunk import Items, Pulled, Puller, at_mark, joined
-from midepoch.pipeline.cursor import Cursor, LaneCursor, LaneCursors
+from midepoch.pipeline.cursor import At, Cursor, LaneCursor
 from midepoch.pipeline.node import Node
 from midepoch.pipeline.open import open_flow, start
 from midepoch.pipeline.rows import Bundles
@@ -45,20 +44,15 @@ class Lanes:
         self.share, self._start = share, cursor
         self.packing = Packing(traced=traced)
         self.numbers = share.lanes.positions(0, lanes).tolist()
-        fresh = LaneCursor(0, False, start(spec))
-        known = {} if cursor.lanes is None else cursor.lanes.by_lane
-        cursors = [known.get(lane, fresh) for lane in self.numbers]
-        self.outputs = np.array([at.outputs for at in cursors], dtype=np.int64)
-        self._started = int(self.outputs.sum())
-        self.live = [not at.ended for at in cursors]
-        self.done = [at.done for at in cursors] if any(at.done for at in cursors) else None
+        fresh = LaneCursor(0, start(spec))
+        self._lanes = [cursor.lanes.get(lane, fresh) for lane in self.numbers]
+        self.outputs = np.array([lane.taken for lane in self._lanes], dtype=np.int64)
+        self.live = [not lane.ended for lane in self._lanes]
+        self.done = [lane.done for lane in self._lanes] if any(lane.done for lane in self._lanes) else None
         """For each lane the numbers of outputs that are dropped, or None if there are none."""
-        self.dropped = 0
-        """Outputs dropped since the last step."""
-        self.all_dropped = 0
         self.intakes = [
-            Puller(open_flow(spec, bundles, self.packing, cursor.epoch, Shard(lane, lanes), at.cursor), at.cursor)
-            for lane, at in zip(self.numbers, cursors, strict=True)
+            Puller(open_flow(spec, bundles, self.packing, cursor.epoch, Shard(number, lanes), lane.at), lane.at)
+            for number, lane in zip(self.numbers, self._lanes, strict=True)
         ]
 
     def take(self, count: int, most: int | None = None) -> StepOutputs | None:
@@ -80,15 +74,12 @@ class Lanes:
                 first = int(self.outputs[lane])
                 dropped = 0 if self.done is None else self.done[lane].count(first, first + pulled.count)
                 self.outputs[lane] += pulled.count
-                self.dropped += dropped
-                self.all_dropped += dropped
                 wanted -= pulled.count - dropped
                 kept += pulled.count - dropped
         return StepOutputs(self, self._start.epoch, before, taken) if kept else None
 
-    def skip_done(self) -> int:
-        """Take and drop outputs that are done, up to the next one that is not. Return their number."""
-        dropped = 0
+    def skip_done(self) -> None:
+        """Take and drop outputs that are done, up to the next one that is not."""
         while self.done is not None and any(self.live):
             live = np.flatnonzero(self.live)
             lane = int(live[np.argmin(self.outputs[live])])
@@ -98,35 +89,22 @@ class Lanes:
             pulled = self.intakes[lane].take(count if len(live) == 1 else 1)
             self.live[lane] = pulled.count > 0
             self.outputs[lane] += pulled.count
-            dropped += pulled.count
-        self.dropped += dropped
-        self.all_dropped += dropped
-        return dropped
+
+    def lane(self, place: int, outputs: int, at: At, *, ended: bool) -> LaneCursor:
+        """Return the cursor of a lane after a number of outputs. ``place``: its place among those of this process."""
+        return self._lanes[place].moved(outputs, at, ended=ended)
 
     def cursor(self) -> Cursor:
         """Return the cursor after all outputs that were taken."""
-        cursors = {
-            lane: LaneCursor(int(outputs), not live, intake.cursor, done)
-            for lane, outputs, live, intake, done in zip(
-                self.numbers, self.outputs, self.live, self.intakes, self._done_left(), strict=True
-            )
-        }
-        position, dropped = self.position(int(self.outputs.sum())), self.dropped_of_all(self.all_dropped)
-        return Cursor(self._start.epoch, position, LaneCursors(cursors, self.share.lanes), dropped=dropped)
-
-    def _done_left(self) -> list[Intervals]:
-        """Return for each lane the numbers of outputs that are still to be dropped."""
-        if self.done is None:
-            return [EMPTY] * len(self.numbers)
-        return [done.from_(int(outputs)) for done, outputs in zip(self.done, self.outputs, strict=True)]
-
-    def position(self, outputs: int) -> int:
-        """Return the number of outputs of all processes together, given the number of outputs of these lanes."""
-        return self._start.position + (outputs - self._started) * self.share.lanes.count
-
-    def dropped_of_all(self, outputs: int) -> int:
-        """Return the number of outputs that were dropped, as ``position`` counts them."""
-        return self._start.dropped + outputs * self.share.lanes.count
+        after = zip(self.numbers, self.outputs.tolist(), self.intakes, self.live, strict=True)
+        return Cursor(
+            self._start.epoch,
+            {
+                number: self.lane(place, outputs, intake.cursor, ended=not live)
+                for place, (number, outputs, intake, live) in enumerate(after)
+            },
+            self._start.steps,
+        )
 
     def _deal(self, count: int) -> list[tuple[int, int]]:
         """Return the number of the next outputs from each lane that has not ended, if all of them have enough."""
@@ -152,17 +130,13 @@ class StepOutputs:
     def __init__(self, lanes: Lanes, epoch: int, before: Int64Array, taken: list[tuple[int, Pulled]]) -> None:
         self._epoch, self._before, self._taken = epoch, before, taken
         self.steps = 0
-        """Steps since the run began, up to these outputs, if they are counted."""
-        self._share, self._numbers, self._live = lanes.share, lanes.numbers, list(lanes.live)
-        self._position, self._dropped_of_all, self._all_dropped = (
-            lanes.position,
-            lanes.dropped_of_all,
-            lanes.all_dropped,
-        )
+        """Steps since the run began, up to these outputs."""
+        self._share, self._numbers, self._live, self._lane = lanes.share, lanes.numbers, list(lanes.live), lanes.lane
         self.marks = [intake.mark() for intake in lanes.intakes]
         """Where each lane is after all of the outputs: a cursor, or a chunk and how many of its outputs come before."""
-        self._done, self.dropped = lanes.done, lanes.dropped
-        lanes.dropped = 0
+        self.after = lanes.outputs.tolist()
+        """The outputs of each lane after them."""
+        self._done = lanes.done
         self.total = sum(some.count for _, some in taken) if lanes.done is None else len(self._kept)
         """Outputs of all processes that share these lanes, without those that are dropped."""
 
@@ -255,14 +229,5 @@ class StepOutputs:
                 if left:
                     cursor, left = pulled.at(min(left, pulled.count)), max(0, left - pulled.count)
             outputs = int(self._before[lane]) + taken[lane]
-            done = EMPTY if self._done is None else self._done[lane].from_(outputs)
-            cursors[number] = LaneCursor(outputs, complete and not self._live[lane], cursor, done)
-        position = self._position(int(self._before.sum()) + count)
-        steps = self.steps if complete else max(0, self.steps - 1)
-        later = 0 if complete or self._done is None else self._dropped_from(count)
-        dropped = self._dropped_of_all(self._all_dropped - later)
-        return Cursor(self._epoch, position, LaneCursors(cursors, self._share.lanes), steps=steps, dropped=dropped)
-
-    def _dropped_from(self, count: int) -> int:
-        """Return how many of the outputs from a number on are dropped."""
-        return len(self._lane_of) - count - int((self._kept >= count).sum())
+            cursors[number] = self._lane(lane, outputs, cursor, ended=complete and not self._live[lane])
+        return Cursor(self._epoch, cursors, self.steps if complete else max(0, self.steps - 1))

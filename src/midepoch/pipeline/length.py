@@ -45,11 +45,10 @@ def estimated_length(spec: Node, cursor: Cursor, lanes: int) -> float | None:
     """Estimate the outputs of an epoch by those so far. Return None if there are none yet, or if it never ends."""
     if (known := known_length(spec)) is not None:
         return known
-    if cursor.lanes is None:
+    if not cursor.lanes:
         return None
-    seen = cursor.lanes.by_lane.values()
-    cursors, outputs = [lane.cursor for lane in seen], sum(lane.outputs for lane in seen)
-    if cursor.lanes.ended:
+    cursors, outputs = [lane.at for lane in cursor.lanes.values()], cursor.position
+    if cursor.lanes_ended:
         return outputs * lanes / len(cursors)
     return _estimate(spec, cursors, outputs, lanes)
 

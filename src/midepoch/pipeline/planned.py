@@ -1,8 +1,8 @@
 """Batches by a budget of tokens over the positions of an epoch, window by window, from a cursor on.
 
 The batches of an epoch are numbered in the order of delivery. The cursor counts them, and says where the window in
-progress begins and how many of its batches are delivered. If the budget changed in the middle of a window, the rest of
-its rows is split again: the cursor has one leg for each budget.
+progress began. What is not known in batches any more (the budget has changed, or rows are excluded in the middle of a
+window) is known in rows: ``PlannedEpoch.in_rows`` converts a cursor, and a window begins with the rows that are left.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, cast
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -19,10 +19,9 @@ import numpy.typing as npt
 from midepoch.errors import CheckpointMismatchError, ColumnError
 from midepoch.order import EpochOrder, Layout, Order
 from midepoch.order.budget import Batches, Budget, TooLongError, in_words
-from midepoch.order.intervals import Intervals
+from midepoch.order.intervals import EMPTY, Intervals
 from midepoch.order.keys import derive
-from midepoch.pipeline.cursor import Cursor, PlannedAt
-from midepoch.pipeline.leaf import Leaf
+from midepoch.pipeline.cursor import LaneCursor, WindowAt
 
 Int64Array = npt.NDArray[np.int64]
 
@@ -84,8 +83,7 @@ class Window(NamedTuple):
     """The batches of a window, in the order of delivery.
 
     ``before``, ``after``: batches of the epoch before its first one, and up to its end. ``positions``: of the epoch,
-    and ``rows`` at them; batch k of the window has those from ``bounds[k]`` to ``bounds[k + 1]``. ``done``: how many of
-    its batches were delivered before. ``legs``: those of earlier budgets.
+    and ``rows`` at them; batch k of the window has those from ``bounds[k]`` to ``bounds[k + 1]``.
     """
 
     before: int
@@ -95,30 +93,29 @@ class Window(NamedTuple):
     positions: Int64Array
     rows: Int64Array
     bounds: list[int]
-    done: int
-    legs: tuple[tuple[str, int, int], ...]
     checksum: int
 
 
 class PlannedEpoch:
-    """The batches of an epoch from a cursor on, planned when they are needed. Threads may share it."""
+    """The batches of an epoch from a window on, planned when they are needed. Threads may share it.
 
-    def __init__(self, order: Order, layout: Layout, planning: Planning, epoch: int, first: int, at: PlannedAt) -> None:
+    ``excluded``: positions that are in no batch, beside those that were done when the first window began.
+    """
+
+    def __init__(
+        self, order: Order, layout: Layout, planning: Planning, epoch: int, at: WindowAt, excluded: Intervals = EMPTY
+    ) -> None:
         self._lock = threading.RLock()
-        self._order, self._layout, self._at_epoch = order, layout, cast("EpochOrder | None", None)
-        self._planning, self.epoch, self._budget = planning, epoch, planning.budget
-        self._rows = len(order)
-        self._found: list[tuple[int, PlannedAt]] = [(first, at)]  # beginnings of windows: batches before, and cursor
+        self._order, self._layout, self.planning, self.epoch = order, layout, planning, epoch
+        self._at_epoch: EpochOrder | None = None
+        self._rows, self._at = len(order), at
+        self.excluded = excluded
+        self._left_out = at.rows.done.union(excluded)
+        self._found: list[tuple[int, int]] = [(at.first, at.rows.taken)]  # windows: batches before, and first position
         self._kept: OrderedDict[int, Window] = OrderedDict()
         self._recent: Window | None = None  # most calls are for the same window: 0.5 µs, and 2 µs without
-        self.total: int | None = first if at.start >= self._rows else None
+        self.total: int | None = at.first if at.rows.taken >= self._rows else None
         """Batches of the epoch, once all windows are planned."""
-
-    @staticmethod
-    def at(leaf: Leaf, planning: Planning, cursor: Cursor) -> PlannedEpoch:
-        """Return the batches from a cursor on."""
-        at = cursor.planned or PlannedAt(0)
-        return PlannedEpoch(leaf.order, leaf.source.layout, planning, cursor.epoch, cursor.position, at)
 
     def window_of(self, batch: int) -> Window | None:
         """Return the window of a batch, or None if the epoch has fewer."""
@@ -146,7 +143,7 @@ class PlannedEpoch:
             with self._lock:
                 self._window(len(self._found) - 1)
             if report is not None:
-                report(min(self._found[-1][1].start, self._rows), self._rows)
+                report(min(self._found[-1][1], self._rows), self._rows)
         return self.total
 
     def positions(self, batch: int) -> Int64Array:
@@ -157,121 +154,112 @@ class PlannedEpoch:
         """Return the positions of a batch, and the rows at them."""
         window = self.window_of(batch)
         assert window is not None
-        number = batch - window.before + window.done
+        number = batch - window.before
         own = slice(window.bounds[number], window.bounds[number + 1])
         return window.positions[own], window.rows[own]
 
     def batch_of(self, position: int) -> int | None:
-        """Return the batch that has a position, or None if it was delivered before the first one here."""
+        """Return the batch that has a position, or None if it was done before the first window here."""
         number = 0
         while (window := self._window(number)).stop <= position:
             number += 1
         found = np.flatnonzero(window.positions == position)
-        batch = int(np.searchsorted(window.bounds, found[0], side="right")) - 1 if len(found) else -1
-        return None if batch < window.done else window.before + batch - window.done
+        return window.before + int(np.searchsorted(window.bounds, found[0], side="right")) - 1 if len(found) else None
 
-    def cursor(self, batches: int) -> Cursor:
-        """Return the cursor after a number of batches of the epoch."""
+    def cursor(self, lane: LaneCursor, batches: int) -> LaneCursor:
+        """Return the cursor of a lane after a number of batches of the epoch."""
         window = self._recent
         if window is None or not window.before < batches < window.after:
+            self.window_of(max(0, batches - 1))  # some before it were not asked for
             with self._lock:
-                number = self._number(batches)
-                first, at = self._found[number]
+                first, start = self._found[number := self._number(batches)]
                 if first == batches:
-                    return Cursor(self.epoch, batches, planned=at)
+                    return lane.moved(batches, WindowAt(self._at.rows.moved(start), first))
                 window = self._window(number)
-        done = window.done + batches - window.before
-        return Cursor(
-            self.epoch,
-            batches,
-            planned=PlannedAt(window.start, (*window.legs, (self._budget.text, done, window.checksum))),
+        rows = self._at.rows.moved(window.start)
+        return lane.moved(batches, WindowAt(rows, window.before, window.checksum))
+
+    def in_rows(self, lane: LaneCursor) -> LaneCursor:
+        """Return the cursor of a lane as one that counts rows: the exact rows that are delivered, or excluded."""
+        first, start = self._found[self._number(lane.taken)]
+        rows = self._at.rows.moved(start)
+        delivered = [*range(first, lane.taken), *lane.ahead.positions().tolist()]
+        return LaneCursor(
+            start,
+            None,
+            rows.excluded.union(self._positions(lane.excluded.positions().tolist())),
+            rows.ahead.union(self._positions(delivered)),
         )
 
-    def cursor_amid_done(self, batches: int, done: Intervals, *, named: bool = False) -> Cursor:
-        """Return the cursor after a number of batches, with later ones that are done and the budget that forms them.
+    def _positions(self, batches: list[int]) -> Intervals:
+        return self.rows_in(Intervals.from_positions(batches))
 
-        ``named``: with the budget in any case.
-        """
-        self.window_of(max(0, batches - 1))  # some before it were not asked for
-        cursor, window = self.cursor(batches), self.window_of(batches) if done or named else None
-        if window is None:
-            return cursor
-        leg = (self._budget.text, window.done + batches - window.before, window.checksum)
-        return cursor._replace(planned=PlannedAt(window.start, (*window.legs, leg)), done=done)
+    def rows_in(self, batches: Intervals) -> Intervals:
+        """Return the positions of the rows of some batches."""
+        found = []
+        for first, stop in zip(batches.starts.tolist(), batches.stops.tolist(), strict=True):
+            while first < stop and (window := self.window_of(first)) is not None:
+                last = min(stop, window.after)
+                found.append(
+                    window.positions[window.bounds[first - window.before] : window.bounds[last - window.before]]
+                )
+                first = last
+        return Intervals.from_positions(np.concatenate(found)) if found else EMPTY
 
     def rows_before(self, batches: int) -> int:
         """Return the number of rows of the epoch in the batches before."""
-        at = self.cursor(batches).planned
-        assert at is not None
-        if not at.legs:
-            return min(at.start, self._rows)
-        window = self._window(self._number(batches))
-        return window.stop - (window.bounds[-1] - window.bounds[at.legs[-1][1]])
+        self.window_of(max(0, batches - 1))
+        first, start = self._found[number := self._number(batches)]
+        if first == batches:
+            return min(start, self._rows)
+        window = self._window(number)
+        return window.stop - (window.bounds[-1] - window.bounds[batches - first])
 
     def _window(self, number: int) -> Window:
         if number in self._kept:
             return self._kept[number]
-        first, at = self._found[number]
-        window = self._planned(first, at)
+        first, start = self._found[number]
+        window = self._planned(first, start)
+        if not number and self._at.checksum not in (0, window.checksum):
+            raise changed_lengths(self.planning.budget)
         self._kept[number] = window
         if len(self._kept) > _KEPT:
             self._kept.popitem(last=False)
         if number == len(self._found) - 1:
             if window.stop >= self._rows:
                 self.total = window.after
-            self._found.append((window.after, PlannedAt(window.stop)))
+            self._found.append((window.after, window.stop))
         return window
 
-    def _planned(self, first: int, at: PlannedAt) -> Window:
-        budgets = [(self._earlier(text), done, checksum) for text, done, checksum in at.legs]
-        window = (budgets[0][0] if budgets else self._budget).window
-        stop = at.start + window
-        if self._rows - stop < window // 2:  # the last window may be longer, so that none is very short
+    def _planned(self, first: int, start: int) -> Window:
+        planning, budget = self.planning, self.planning.budget
+        stop = start + budget.window
+        if self._rows - stop < budget.window // 2:  # the last window may be longer, so that none is very short
             stop = self._rows
-        places = np.arange(stop - at.start, dtype=np.int64)
-        chosen = self._epoch_order().chosen(places + at.start)
-        by_source = self._planning.by_source
-        lengths = self._planning.lengths.of(self._order.selection.source_rows(chosen) if by_source else chosen)
+        places = np.arange(stop - start, dtype=np.int64)
+        if self._left_out:
+            places = places[~self._left_out.contains(places + start)]
+        chosen = self._epoch_order().chosen(places + start)
+        lengths = planning.lengths.of(self._order.selection.source_rows(chosen) if planning.by_source else chosen)
         shuffle = self._order.shuffle
-        key = None if shuffle is None else derive(shuffle.seed, self.epoch, "batches", at.start)
-        legs: list[tuple[str, int, int]] = []
-        done, expected = 0, None
-        if budgets and budgets[-1][0] is self._budget:
-            _, done, expected = budgets.pop()
-        for budget, delivered, checksum in budgets:
-            split = self._split(budget, lengths, places, key, at.start)
-            if split.checksum != checksum or delivered > len(split):
-                raise changed_lengths(budget)
-            legs.append((budget.text, delivered, checksum))
-            places = np.sort(split.places[split.bounds[delivered] :])
-        batches = self._split(self._budget, lengths, places, key, at.start)
-        checksum = batches.checksum
-        if done > len(batches) or (expected is not None and checksum != expected):
-            raise changed_lengths(self._budget)
-        after, positions, rows = first + len(batches) - done, batches.places + at.start, chosen[batches.places]
-        bounds = batches.bounds.tolist()
-        return Window(first, after, at.start, stop, positions, rows, bounds, done, tuple(legs), checksum)
-
-    def _split(self, budget: Budget, lengths: Int64Array, places: Int64Array, key: Any, start: int) -> Batches:
-        """Return the batches of some rows of a window, as places in the window."""
+        key = None if shuffle is None else derive(shuffle.seed, self.epoch, "batches", start)
         try:
-            found = budget.split(lengths[places], key)
+            batches = budget.split(lengths, key)
         except TooLongError as problem:
-            position = np.array([start + int(places[problem.place])])
-            row = int(self._epoch_order().chosen(position)[0])
-            raise too_long(problem.length, budget, f"row {row} of the dataset") from None
-        return Batches(places[found.places], found.bounds)
-
-    def _earlier(self, text: str) -> Budget:
-        budget = self._budget.earlier(text)
-        if budget is None:
-            raise changed_budget(text, self._budget)
-        return budget
+            raise too_long(problem.length, budget, f"row {int(chosen[problem.place])} of the dataset") from None
+        positions, rows = places[batches.places] + start, chosen[batches.places]
+        checksum = Batches(places[batches.places], batches.bounds).checksum
+        return Window(first, first + len(batches), start, stop, positions, rows, batches.bounds.tolist(), checksum)
 
     def _epoch_order(self) -> EpochOrder:
         if self._at_epoch is None:
             self._at_epoch = self._order.at(self.epoch, self._layout)
         return self._at_epoch
+
+
+def window_at(lane: LaneCursor) -> WindowAt:
+    """Return where the window in progress of a lane of batches by tokens began."""
+    return lane.at if isinstance(lane.at, WindowAt) else WindowAt()
 
 
 def too_long(length: int, budget: Budget, what: str) -> ColumnError:

@@ -10,7 +10,7 @@ from midepoch.distributed.seeds import draw_global_seed
 from midepoch.errors import CheckpointMismatchError
 from midepoch.order import Order, Shard
 from midepoch.order.intervals import EMPTY, Intervals
-from midepoch.pipeline.cursor import Cursor
+from midepoch.pipeline.cursor import Cursor, LaneCursor
 from midepoch.pipeline.excluded import Excluded
 from midepoch.pipeline.identity import identity
 from midepoch.pipeline.lanes import Lanes, Share
@@ -53,6 +53,16 @@ class PipelineSpec:
     def has_positions(self) -> bool:
         """True if positions can be computed, as for ``len``, indexing and direct gathers."""
         return self.node.has_positions
+
+    @property
+    def unit(self) -> str:
+        """What a cursor counts: "rows", or "outputs" if positions cannot be computed."""
+        return "rows" if self.has_positions else "outputs"
+
+    @cached_property
+    def excluded_json(self) -> dict[str, str]:
+        """The excluded rows, by the number of their source, as a state has them."""
+        return {str(number): rows.encode() for number, rows in enumerate(self.excluded) if rows}
 
     @property
     def base(self) -> Leaf:
@@ -105,14 +115,14 @@ class PipelineSpec:
             for leaf, path, rows in zip(leaves, self.node.paths(), excluded, strict=True)
         )
 
-    def done_after(self, cursor: Cursor) -> Intervals:
-        """Return the positions after a cursor that are not delivered, with those of excluded rows."""
-        if not self.excluded:
-            return cursor.done
-        return cursor.done.union(self.excluded_positions(cursor.epoch)).from_(cursor.position)
+    def undelivered(self, epoch: int, lane: LaneCursor) -> Intervals:
+        """Return the positions after a cursor of rows that are not delivered, with those of excluded rows."""
+        return lane.done.union(self.excluded_positions(epoch)).from_(lane.taken)
 
     def excluded_positions(self, epoch: int) -> Intervals:
         """Return the positions of the excluded rows in an epoch, if positions can be computed."""
+        if not self.excluded:
+            return EMPTY
         if epoch not in self._excluded_positions:
             order = self.order.at(epoch, self.source.layout)
             found = Intervals.from_positions(order.positions_of_rows(self.excluded[0].positions()))
@@ -151,6 +161,10 @@ class PipelineSpec:
         what = self.base.source.fingerprint if self.has_positions else self.node.digest
         return replace(self, global_seed=draw_global_seed(what))
 
+    def resumed_by(self, count: int) -> PipelineSpec:
+        """Return the spec of a state with which ``count`` processes continue. Lanes are those of the state."""
+        return self.for_processes(count) if self.has_positions else self
+
     def for_processes(self, count: int) -> PipelineSpec:
         """Return the spec with which ``count`` processes begin.
 
@@ -169,23 +183,20 @@ class PipelineSpec:
 
         ``traced``: packed sequences name their documents.
         """
-        share = Share.of(self.lanes, process)
-        check_known(cursor, share, self.lanes)
-        return Lanes(self.node, self.lanes, share, bundles, cursor, traced=traced)
+        self.check_known(cursor, process)
+        return Lanes(self.node, self.lanes, Share.of(self.lanes, process), bundles, cursor, traced=traced)
 
-
-def check_known(cursor: Cursor, share: Share, lanes: int) -> None:
-    """Raise CheckpointMismatchError if a cursor lacks lanes that are needed."""
-    if cursor.lanes is None:
-        return
-    known = cursor.lanes.known
-    missing = [lane for lane in share.lanes.positions(0, lanes).tolist() if lane not in cursor.lanes.by_lane]
-    if missing:
-        raise CheckpointMismatchError(
-            "flow",
-            f"the lanes {known.index}, {known.index + known.count}, … of {lanes}",
-            f"lane {missing[0]}, which this rank needs",
-            "this is the state of one of several ranks, with the lanes of that rank only. Load the list of the "
-            "states of all ranks (any number of ranks can resume from it), or save with PipelineCheckpoint, which "
-            "does so",
-        )
+    def check_known(self, cursor: Cursor, process: Shard) -> None:
+        """Raise CheckpointMismatchError if a cursor lacks lanes that a process needs."""
+        if self.has_positions or not cursor.begun:
+            return
+        needed = Share.of(self.lanes, process).lanes.positions(0, self.lanes).tolist()
+        if missing := [lane for lane in needed if lane not in cursor.lanes]:
+            raise CheckpointMismatchError(
+                "flow",
+                f"the lanes {', '.join(map(str, sorted(cursor.lanes)[:2]))}, … of {self.lanes}",
+                f"lane {missing[0]}, which this rank needs",
+                "this is the state of one of several ranks, with the lanes of that rank only. Load the list of the "
+                "states of all ranks (any number of ranks can resume from it), or save with PipelineCheckpoint, which "
+                "does so",
+            )

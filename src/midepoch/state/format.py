@@ -1,37 +1,32 @@
-"""The format of a state: a flat, versioned, JSON-able dict with the identity of its pipeline.
+"""The format of a state: a versioned, JSON-able dict with the identity of its pipeline and its cursor.
 
-Rules of evolution: a new field gets a default in ``_DEFAULTS``; the type or meaning of a field never changes; every
-released version keeps a fixture under ``tests/fixtures`` and is always accepted.
+After three batches of 64 rows of a shuffled dataset it is::
 
-Additional fields of pipelines whose positions cannot be computed:
+    {"midepoch": 1, "epoch": 0, "position": 192, "steps": 3, "unit": "rows", "cursor": {"0": {"taken": 192}},
+     "data": "…", "rows": 100000, "selection": "0:100000", "scope": "rows", "seed": 42, …}
 
-- ``flow`` (text, JSON): [[lane, outputs, ended, cursor], …]
-- ``known`` (text): the lanes in ``flow``, "index/count"
-- ``parts`` (text, JSON): the description of each of several sources
-- ``epoch_outputs``: outputs of the last epoch that was iterated to its end
-- ``changes`` (text, JSON): fields allowed to differ, and changes of a mix, since the run began
-
-Additional fields of loaders:
-
-- ``planned`` (text, JSON): [position at which the window in progress begins, [[budget, batches delivered], …]]. Then
-  ``position`` counts batches
-- ``steps``: steps since the run began, where something depends on their number
-- ``done`` (text): positions (or batches) at and after ``position`` that are not delivered (``Intervals.encode``); in
-  lanes JSON, {lane: its outputs}
-- ``excluded`` (text, JSON): {number of a source: its rows before the shuffle that are not delivered}
-- ``leased`` (text, JSON): what one of several ranks has acknowledged (``midepoch.state.leased``)
-- ``dropped``: of ``position``, in lanes, what was done before
+- ``cursor``: by lane what it has taken, in ``unit``; where it is in its stages (``at``), later units that are excluded
+  or were delivered ahead (``excluded``, ``ahead``: ``Intervals.encode``), and True if it has ``ended``.
+- ``unit``: "rows" or, if positions cannot be computed, "outputs". With ``budget``: batches by tokens of those.
+- ``position``: the sum of what is taken, for people.
+- ``steps``: global batches since the run began.
+- ``parts``: the description of each of several sources. ``changes``: fields allowed to differ, and changes of a mix.
+- ``excluded``: by the number of a source, its rows before the shuffle that are not delivered.
+- ``leased``: what one of several ranks has acknowledged (``midepoch.state.merging``).
+- ``worker``, ``workers``, ``shards``, ``round``, ``batch``, ``shard``: of a state that fits one process only.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from midepoch._internal.checks import LARGEST
 from midepoch.errors import CheckpointMismatchError, StateError
-from midepoch.order import Order, Selection, Shuffle, Weighted
+from midepoch.order import Order, Selection, Shard, Shuffle, Weighted
+from midepoch.order.intervals import EMPTY, Intervals
+from midepoch.pipeline.cursor import Cursor, LaneCursor, WindowAt
 from midepoch.pipeline.open import is_count
 
 VERSION = 1
@@ -66,31 +61,6 @@ def check_allow(allow: Collection[str]) -> None:
     unknown = [allow] if isinstance(allow, str) else [name for name in allow if name not in CAUSES]
     if unknown:
         raise ValueError(f"allow takes a list of names from {', '.join(sorted(CAUSES))}, got {allow!r}")
-
-
-def json_in(text: str, kind: type, name: str) -> Any:
-    """Return the JSON of a field. Raise StateError unless it is a list, or a dict, as ``kind`` says."""
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError):
-        value = None
-    if not isinstance(value, kind):
-        raise StateError(f"the state is damaged: {name!r} is {text!r:.40}.")
-    return value
-
-
-def changes_in(text: str) -> list[str]:
-    """Return the changes recorded in a state."""
-    return [str(one) for one in json_in(text or "[]", list, "changes")]
-
-
-def flow_in(text: str) -> list[Any]:
-    """Return the lanes in the field ``flow``: [lane, outputs, 1 if it has ended, its cursor] for each."""
-    entries: list[Any] = json_in(text, list, "flow")
-    for entry in entries:
-        if not (isinstance(entry, list) and len(entry) == 4 and all(map(is_count, entry[:3])) and entry[2] in (0, 1)):
-            raise StateError(f"the state is damaged: 'flow' has {entry!r:.60}.")
-    return entries
 
 
 def order_of(belongs: Mapping[str, Any], selection: Selection, weights: Any = None) -> Order:
@@ -135,66 +105,149 @@ def apart(field: str, text: str) -> CheckpointMismatchError:
 _TYPES: dict[str, tuple[type, ...]] = {
     "epoch": (int,),
     "position": (int,),
+    "steps": (int,),
+    "unit": (str,),
+    "budget": (str,),
+    "cursor": (dict,),
     "data": (str,),
     "rows": (int,),
     "selection": (str,),
     "scope": (str,),
     "seed": (int, type(None)),
     "window": (int, type(None)),
+    "aligned": (bool,),
+    "weights": (str,),
     "lanes": (int,),
     "pipeline": (str,),
+    "arguments": (str,),
+    "parts": (dict,),
+    "changes": (list,),
+    "excluded": (dict,),
+    "groups": (int,),
+    "epoch_outputs": (int,),
+    "global_seed": (int, type(None)),
+    "leased": (dict,),
     "worker": (int,),
     "workers": (int,),
     "shards": (int,),
     "round": (int,),
     "batch": (int,),
     "shard": (int, type(None)),
-    "aligned": (bool,),
-    "flow": (str,),
-    "known": (str,),
-    "parts": (str,),
-    "changes": (str,),
-    "epoch_outputs": (int,),
-    "global_seed": (int, type(None)),
-    "arguments": (str,),
-    "groups": (int,),
-    "planned": (str,),
-    "steps": (int,),
-    "weights": (str,),
-    "done": (str,),
-    "excluded": (str,),
-    "leased": (str,),
-    "dropped": (int,),
 }
 FIELDS = frozenset(_TYPES)
-_DEFAULTS = {
+_DEFAULTS: dict[str, Any] = {
+    "steps": 0,
+    "budget": "",
+    "aligned": False,
+    "weights": "",
+    "arguments": "",
+    "parts": {},
+    "changes": [],
+    "excluded": {},
+    "groups": 0,
+    "epoch_outputs": 0,
+    "global_seed": None,
+    "leased": {},
     "worker": 0,
     "workers": 0,
     "shards": 1,
     "round": 0,
     "batch": 0,
     "shard": None,
-    "aligned": False,
-    "flow": "",
-    "known": "0/1",
-    "parts": "",
-    "changes": "",
-    "epoch_outputs": 0,
-    "global_seed": None,
-    "arguments": "",
-    "groups": 0,
-    "planned": "",
-    "steps": 0,
-    "weights": "",
-    "done": "",
-    "excluded": "",
-    "leased": "",
-    "dropped": 0,
 }
-_MOST_LANES = 2**31
+_MOST_LANES = 1 << 16
 
 
-def parse(state: Any) -> dict[str, Any]:
+@dataclass(frozen=True)
+class Leased:
+    """What one of several ranks has acknowledged in a pass.
+
+    ``turn``, ``turns``: of the units that the pass delivers, numbered over all ranks, its own ones before ``turn`` and
+    those at ``turns``. ``outputs``: of lanes that it shares with other ranks, the outputs that it has acknowledged.
+    """
+
+    shard: Shard
+    turn: int = 0
+    turns: Intervals = EMPTY
+    outputs: Mapping[int, Intervals] | None = None
+
+    @property
+    def is_new(self) -> bool:
+        """True if nothing is acknowledged."""
+        return not self.turn and not self.turns and not self.outputs
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the field of a state."""
+        fields: dict[str, Any] = {"rank": self.shard.index, "ranks": self.shard.count}
+        if self.outputs is not None:
+            return {**fields, "outputs": {str(lane): some.encode() for lane, some in self.outputs.items() if some}}
+        return {**fields, "turn": self.turn, "turns": self.turns.encode()}
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A state that was read: its fields, with defaults, and its cursor, whose stages are not checked yet."""
+
+    fields: Mapping[str, Any]
+    cursor: Cursor
+    leased: Leased | None
+
+    def __getitem__(self, name: str) -> Any:
+        return self.fields[name]
+
+    @property
+    def in_lanes(self) -> bool:
+        """True if positions cannot be computed."""
+        return bool(self.fields["unit"] == "outputs")
+
+    @property
+    def rows_before(self) -> int:
+        """The position or, of batches by tokens, that at which their window begins."""
+        at = self.cursor.lane.at
+        return at.rows.taken if isinstance(at, WindowAt) else self.cursor.position
+
+
+def lane_to_json(lane: LaneCursor) -> dict[str, Any]:
+    """Return the cursor of a lane as a dict."""
+    at = lane.at
+    if isinstance(at, WindowAt):
+        at = {"rows": lane_to_json(at.rows), "first": at.first, "checksum": at.checksum}
+    found = {"taken": lane.taken, "at": at, "excluded": lane.excluded.encode(), "ahead": lane.ahead.encode()}
+    return {name: value for name, value in found.items() if value or name == "taken"} | (
+        {"ended": True} if lane.ended else {}
+    )
+
+
+def lane_from_json(value: Any, unit: str) -> LaneCursor:
+    """Return the cursor of a lane. The cursor of its stages is checked with their pipeline."""
+    if not isinstance(value, Mapping) or not is_count(value.get("taken")) or value.get("ended", False) not in (0, 1):
+        raise StateError(f"the state is damaged: 'cursor' has {value!r:.60}.")
+    at = value.get("at")
+    if unit == "rows" and at is not None:
+        if not isinstance(at, Mapping) or not is_count(at.get("first")) or not is_count(at.get("checksum")):
+            raise StateError(f"the state is damaged: 'cursor' has {at!r:.60}.")
+        at = WindowAt(lane_from_json(at.get("rows"), ""), at["first"], at["checksum"])
+    sets = [value.get(name, "") for name in ("excluded", "ahead")]
+    if not all(isinstance(text, str) for text in sets):
+        raise StateError(f"the state is damaged: 'cursor' has {value!r:.60}.")
+    excluded, ahead = (Intervals.decode(text).from_(value["taken"]) for text in sets)
+    return LaneCursor(value["taken"], at, excluded, ahead, bool(value.get("ended", False)))
+
+
+def excluded_from_json(value: Mapping[str, Any], sources: int) -> tuple[Intervals, ...]:
+    """Return the excluded rows of each source, or nothing if there are none."""
+    found = [EMPTY] * sources
+    for number, text in value.items():
+        if not (isinstance(text, str) and str(number).isdecimal() and int(number) < sources):
+            raise StateError(f"the state is damaged: 'excluded' is {value!r:.40}.")
+        found[int(number)] = Intervals.decode(text)
+    return tuple(found) if value else ()
+
+
+def parse(state: Any) -> Saved:
+    """Return a state that was read. Raises StateError unless it is one."""
+    if isinstance(state, Saved):
+        return state
     if not isinstance(state, Mapping):
         raise StateError(f"expected a state dict as returned by state_dict(), got {state!r:.60}.")
     version = state.get(KEY)
@@ -219,6 +272,30 @@ def parse(state: Any) -> dict[str, Any]:
             raise StateError(f"the state is damaged: {name!r} {what}, expected {types[0].__name__}.")
         if isinstance(value, int) and not 0 <= value < (2**64 if name.endswith("seed") else LARGEST):
             raise StateError(f"the state is damaged: {name!r} is {value}.")
-    if not 1 <= fields["lanes"] < _MOST_LANES:
-        raise StateError(f"the state is damaged: 'lanes' is {fields['lanes']}.")
-    return fields
+    if not 1 <= fields["lanes"] <= _MOST_LANES or fields["unit"] not in ("rows", "outputs"):
+        raise StateError(f"the state is damaged: 'lanes' is {fields['lanes']}, 'unit' is {fields['unit']!r:.40}.")
+    return Saved(fields, Cursor(fields["epoch"], _lanes(fields), fields["steps"]), _leased(fields["leased"]))
+
+
+def _lanes(fields: Mapping[str, Any]) -> dict[int, LaneCursor]:
+    count = 1 if fields["unit"] == "rows" else fields["lanes"]
+    lanes = {}
+    for number, value in fields["cursor"].items():
+        if not str(number).isdecimal() or int(number) >= count:
+            raise StateError(f"the state is damaged: lane {number!r:.20} of {count}.")
+        lanes[int(number)] = lane_from_json(value, fields["unit"])
+    return lanes
+
+
+def _leased(fields: Mapping[str, Any]) -> Leased | None:
+    if not fields:
+        return None
+    try:
+        shard, outputs, turn = Shard(fields["rank"], fields["ranks"]), fields.get("outputs"), fields.get("turn", 0)
+        if outputs is not None:
+            return Leased(shard, outputs={int(lane): Intervals.decode(text) for lane, text in outputs.items()})
+        if is_count(turn):
+            return Leased(shard, turn, Intervals.decode(fields["turns"]))
+    except (ValueError, TypeError, KeyError, AttributeError):
+        pass
+    raise StateError(f"the state is damaged: 'leased' is {fields!r:.40}.")

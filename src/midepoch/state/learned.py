@@ -33,33 +33,30 @@ def with_weights(
 
     node = Node(mix, spec.node.stages)
     new = replace(spec, node=node)
-    if cursor.lanes is None:
-        return new, cursor
     try:
         lanes = {
             number: replace(
-                lane,
-                cursor=through(node, lane.cursor, 0, LaneContext(cursor.epoch, Shard(number, spec.lanes)), convert),
+                lane, at=through(node, lane.at, 0, LaneContext(cursor.epoch, Shard(number, spec.lanes)), convert)
             )
-            for number, lane in cursor.lanes.by_lane.items()
+            for number, lane in cursor.lanes.items()
         }
     except CheckpointMismatchError:
         raise ValueError(
             f"set_weights: steps after the mix ({spec.node.text}) are in the middle of rows that they have drawn with "
             "earlier weights. Call it some steps later, or shuffle and batch the sources before they are mixed."
         ) from None
-    return new, cursor._replace(lanes=replace(cursor.lanes, by_lane=lanes))
+    return new, cursor._replace(lanes=lanes)
 
 
 def phase_at(spec: PipelineSpec, cursor: Cursor) -> int:
     """Return the number of the phase of a schedule at a cursor: that of the lane that is last. 0 without a schedule."""
     mix = spec.node.base
-    if not isinstance(mix, Mix) or mix.schedule is None or cursor.lanes is None:
+    if not isinstance(mix, Mix) or mix.schedule is None:
         return 0
     found = []
-    for number, lane in cursor.lanes.by_lane.items():
+    for number, lane in cursor.lanes.items():
         segments = mix.schedule.segments(mix.names, Shard(number, spec.lanes))
-        at = lane.cursor
+        at = lane.at
         for _ in spec.node.remembering:
             at = at[0]
         segment = segments.at(at[3])

@@ -19,15 +19,13 @@ from midepoch.dataset import Dataset
 from midepoch.errors import StateError
 from midepoch.loader.loader import Loader
 from midepoch.loader.options import LAST_BATCH
-from midepoch.loader.plans import Plan
 from midepoch.order import Shard
 from midepoch.order.intervals import EMPTY, Intervals
-from midepoch.pipeline.cursor import PlannedAt
-from midepoch.pipeline.excluded import excluded_in
 from midepoch.pipeline.identity import identity
-from midepoch.state.done import done_in_lanes
-from midepoch.state.format import CAUSES, changes_in, comparable, parse
-from midepoch.state.saved import one_of, planned_in
+from midepoch.pipeline.planned import window_at
+from midepoch.pipeline.plans import Plan
+from midepoch.state.format import CAUSES, Saved, comparable, excluded_from_json, parse
+from midepoch.state.saved import one_of
 from midepoch.tools.locate import of_index
 
 _SHOWN_CHANGES = 8
@@ -115,64 +113,60 @@ def describe(
         raise StateError("the list of the states of all ranks is empty.")
     parsed = [parse(one) for one in several]
     first, chosen = parsed[0], several[0]
-    is_stream = bool(first["flow"])
+    is_stream = first.in_lanes
     if is_stream:
-        position, rows = sum(one["position"] for one in parsed), first["epoch_outputs"] or None
-        if len({one["known"] for one in parsed}) < len(parsed):
-            position = first["position"]  # ranks that run all lanes together: each has all of them
+        lanes = {number: lane.taken for one in parsed for number, lane in one.cursor.lanes.items()}
+        position, rows = sum(lanes.values()), first["epoch_outputs"] or None
     else:
         chosen = one_of(several, Shard())
-        first = parse(chosen)
-        position, rows = first["position"], first["rows"]
-    at = planned_in(first)
+        first = parse(chosen if not isinstance(chosen, list) else chosen[0])
+        position, rows = first.rows_before, first["rows"]
+    by_tokens = bool(first["budget"]) and not is_stream
     whole = not first["workers"] and first["shard"] is None
     return StateSummary(
         epoch=first["epoch"],
-        position=position if at is None else at.start,
+        position=position,
         rows=rows,
         stream=is_stream,
         order=_order(first),
         pipeline=first["pipeline"],
         data=first["data"],
         lanes=first["lanes"],
-        next_row=_next(chosen, index_dir) if whole and not is_stream and at is None else None,
+        next_row=_next(chosen, index_dir) if whole and not is_stream and not by_tokens else None,
         steps_left=_steps_left(first, batch_size, world_size, last_batch)
-        if batch_size and not is_stream and at is None
+        if batch_size and not is_stream and not by_tokens
         else None,
         whose=None if whole else _whose(first),
-        changes=tuple(changes_in(first["changes"])),
+        changes=tuple(map(str, first["changes"])),
         sources=_sources(first["parts"]),
-        batches=None if at is None else _batches(first["position"], at),
+        batches=_batches(first) if by_tokens else None,
         steps=first["steps"],
-        excluded=_excluded(parsed, "outputs" if is_stream else "rows" if at is None else "batches"),
+        excluded=_excluded(parsed, "outputs" if is_stream else "batches" if by_tokens else "rows"),
     )
 
 
-def _excluded(parsed: list[dict[str, Any]], unit: str) -> str | None:
+def _excluded(parsed: list[Saved], unit: str) -> str | None:
     """Return what comes after the position and is not delivered, in words."""
-    if unit == "outputs":
-        lanes: dict[int, Intervals] = {}
-        for one in parsed:
-            for lane, done in done_in_lanes(one["done"]).items():
-                lanes[lane] = lanes.get(lane, EMPTY).union(done)
-        ahead = sum(map(len, lanes.values()))
-    else:
-        ahead = len(EMPTY.union(*(Intervals.decode(one["done"]) for one in parsed)))
+    lanes: dict[int, Intervals] = {}
+    for one in parsed:
+        for number, lane in one.cursor.lanes.items():
+            lanes[number] = lanes.get(number, EMPTY).union(lane.done)
+    ahead = sum(map(len, lanes.values()))
     texts = [f"{ahead:,} {unit} ahead"] if ahead else []
-    rows = sum(map(len, excluded_in(parsed[0]["excluded"], _MOST_SOURCES)))
+    rows = sum(map(len, excluded_from_json(parsed[0]["excluded"], _MOST_SOURCES)))
     texts += [f"{rows:,} row{'s' * (rows != 1)} in every epoch"] if rows else []
     return ", ".join(texts) or None
 
 
-def _batches(delivered: int, at: PlannedAt) -> str:
+def _batches(saved: Saved) -> str:
     """Return where batches by tokens are, in words."""
-    inside = "; ".join(f"{done} of it with max_tokens={json.loads(text)[0]:,}" for text, done, _ in at.legs)
-    return (
-        f"{delivered:,} delivered, and a window of rows in progress: {inside}" if inside else f"{delivered:,} delivered"
-    )
+    lane = saved.cursor.lane
+    inside, tokens = lane.taken - window_at(lane).first, json.loads(saved["budget"])[0]
+    rest = f", and a window of rows in progress: {inside} of it with max_tokens={tokens:,}" if inside else ""
+    return f"{lane.taken:,} delivered{rest}"
 
 
-def _order(state: Mapping[str, Any]) -> str:
+def _order(state: Saved) -> str:
     selected = "" if state["selection"] in ("", f"0:{state['rows']}") else f"rows {state['selection']}, "
     if state["scope"] == "none":
         return f"{selected}in order" if not state["parts"] else "by its sources"
@@ -187,30 +181,21 @@ def _next(state: Any, index_dir: Any) -> str | None:
     return known.place(known.cursor.position)
 
 
-def _steps_left(state: Mapping[str, Any], batch_size: int, world_size: int, last_batch: str | None) -> int:
+def _steps_left(state: Saved, batch_size: int, world_size: int, last_batch: str | None) -> int:
     if last_batch is not None and last_batch not in LAST_BATCH:
         raise ValueError(f"last_batch must be one of {', '.join(LAST_BATCH)}, got {last_batch!r}")
-    at, done = state["position"], Intervals.decode(state["done"])
-    return len(Plan.of(state["epoch"], at, state["rows"], batch_size * world_size, last_batch, done))
+    return len(Plan.of(state.cursor, state["rows"], batch_size, world_size, last_batch, state.cursor.lane.done))
 
 
-def _whose(state: Mapping[str, Any]) -> str:
+def _whose(state: Saved) -> str:
     if state["workers"]:
         return f"worker {state['worker']} of {state['workers']} of a DataLoader, shards: {state['shards']}"
     return f"shard {state['shard']} of {state['shards']}"
 
 
-def _sources(parts: str) -> tuple[str, ...]:
+def _sources(parts: Mapping[str, Any]) -> tuple[str, ...]:
     """Return each source of a mix or another combination, with its weight."""
-    if not parts:
-        return ()
-    try:
-        tree = json.loads(parts)
-    except ValueError:
-        raise StateError(f"the state is damaged: 'parts' is {parts!r:.40}.") from None
-    if not isinstance(tree, dict):
-        raise StateError(f"the state is damaged: 'parts' is {parts!r:.40}.")
-    return tuple(_source_texts(tree, ""))
+    return tuple(_source_texts(parts, "")) if parts else ()
 
 
 def _source_texts(tree: Mapping[str, Any], outer: str) -> Iterator[str]:
@@ -240,13 +225,13 @@ class Difference(NamedTuple):
 @hinted()
 def differences(first: Any, second: Any) -> list[Difference]:
     """Return the differences between a state and another state, a dataset or a loader, with causes for a refusal."""
-    state = parse(one_of(first, Shard()) if not _flows(first) else _one(first))
+    saved = parse(_one(first))
+    state = {**saved.fields, "unit": saved["unit"]}
     if isinstance(second, (Dataset, Loader)):
         spec = second.pipeline
-        flow = "" if spec.has_positions else state["flow"] or "[]"
-        other: Mapping[str, Any] = {"parts": "", **identity(replace(spec, lanes=state["lanes"])), "flow": flow}
+        other: Mapping[str, Any] = {"parts": {}, **identity(replace(spec, lanes=state["lanes"])), "unit": spec.unit}
     else:
-        other = parse(one_of(second, Shard()) if not _flows(second) else _one(second))
+        other = parse(_one(second)).fields
     fields = []
     for name in ("epoch", "position", "lanes"):
         if name in other and state[name] != other[name]:
@@ -257,7 +242,7 @@ def differences(first: Any, second: Any) -> list[Difference]:
             continue
         if state[name] != other.get(name, state[name]) and (shuffled or name not in _OF_SHUFFLE):
             fields.append(Difference(name, state[name], other[name], cause))
-    if bool(state["flow"]) != bool(other["flow"]):
+    if state["unit"] != other["unit"]:
         cause = "steps that change the number of rows were added or removed"
         fields.append(Difference("kind", _kind(state), _kind(other), cause))
     if state["parts"] != other["parts"]:
@@ -266,12 +251,7 @@ def differences(first: Any, second: Any) -> list[Difference]:
 
 
 def _kind(state: Mapping[str, Any]) -> str:
-    return "stream" if state["flow"] else "dataset"
-
-
-def _flows(state: Any) -> bool:
-    one = _one(state)
-    return isinstance(one, Mapping) and bool(one.get("flow"))
+    return "stream" if state["unit"] == "outputs" else "dataset"
 
 
 def _one(state: Any) -> Any:

@@ -18,9 +18,9 @@ from midepoch.loader.loader import Loader
 from midepoch.order import EpochOrder, Layout, Order, Selection, Shard
 from midepoch.order.intervals import EMPTY, Intervals
 from midepoch.pipeline.cursor import Cursor
-from midepoch.pipeline.excluded import Excluded, excluded_in
+from midepoch.pipeline.excluded import Excluded
 from midepoch.sources.index import Index, default_index_dir, read_index
-from midepoch.state.format import KEY, check, order_of
+from midepoch.state.format import KEY, excluded_from_json, order_of, parse
 from midepoch.state.saved import load_global, one_of
 
 Int64Array = npt.NDArray[np.int64]
@@ -82,7 +82,7 @@ def of_dataset(state: Any, dataset: Dataset | Loader) -> Known:
     source = pipeline.source
     sizes = np.concatenate([block_bytes(index) for index in source.indexes])
     return Known(
-        resumed.cursor._replace(done=pipeline.done_after(resumed.cursor)),
+        _without_done(resumed.cursor, pipeline.undelivered(resumed.cursor.epoch, resumed.cursor.lane)),
         pipeline.rows,
         pipeline.order,
         source.layout,
@@ -97,14 +97,11 @@ def of_dataset(state: Any, dataset: Dataset | Loader) -> Known:
 
 def of_index(state: Any, index_dir: str | os.PathLike[str] | None) -> Known:
     state = one_of(state, Shard())
-    check(state)
+    parse(state)
     if state.get("workers") or state.get("shard") is not None:
         raise StateError("this is the state of one worker or shard, which fits only the same number of them.")
-    cursor, order = (
-        Cursor(state["epoch"], state["position"], done=Intervals.decode(state.get("done", ""))),
-        _order(state),
-    )
-    excluded = excluded_in(state.get("excluded", ""), 1)
+    saved, order = parse(state), _order(state)
+    cursor, excluded = saved.cursor, excluded_from_json(saved["excluded"], 1)
     if cursor.position > state["rows"] or (order is not None and len(order) != state["rows"]):
         raise StateError(
             f"the state is damaged: position {cursor.position} of {state['rows']} rows, selection {state['selection']}."
@@ -138,8 +135,14 @@ def _without(known: Known, excluded: Excluded) -> Known:
     if not excluded:
         return known
     known = replace(known, excluded=excluded[0])
-    done = known.cursor.done.union(known.excluded_at(known.cursor.epoch)).from_(known.cursor.position)
-    return replace(known, cursor=known.cursor._replace(done=done))
+    lane = known.cursor.lane
+    done = lane.done.union(known.excluded_at(known.cursor.epoch)).from_(lane.taken)
+    return replace(known, cursor=_without_done(known.cursor, done))
+
+
+def _without_done(cursor: Cursor, done: Intervals) -> Cursor:
+    """Return a cursor of rows with what is not delivered after it."""
+    return Cursor.at_row(cursor.epoch, replace(cursor.lane, excluded=done, ahead=EMPTY), cursor.steps)
 
 
 def _order(state: Mapping[str, Any]) -> Order | None:

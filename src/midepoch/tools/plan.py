@@ -23,8 +23,7 @@ from midepoch.errors import StateError, WorldError
 from midepoch.loader.equal import check_equal_steps
 from midepoch.loader.loader import Loader
 from midepoch.loader.options import Options, check_drop
-from midepoch.loader.plans import Plan
-from midepoch.loader.token_plan import TokenPlan
+from midepoch.loader.plans import make_plan
 from midepoch.order import EpochOrder, Shard
 from midepoch.order.budget import Budget
 from midepoch.pipeline.cursor import Cursor
@@ -32,10 +31,11 @@ from midepoch.pipeline.lanes import Share
 from midepoch.pipeline.length import estimated_length
 from midepoch.pipeline.open import start
 from midepoch.pipeline.planned import Planning
-from midepoch.pipeline.spec import PipelineSpec, check_known
+from midepoch.pipeline.plans import Plan, TokenPlan
+from midepoch.pipeline.spec import PipelineSpec
 from midepoch.sources.lengths import lengths_of
 from midepoch.state.format import parse
-from midepoch.state.saved import load_global, one_of, planned_in
+from midepoch.state.saved import load_global, one_of
 from midepoch.tools.locate import Known, block_bytes, of_dataset, of_index
 
 
@@ -105,14 +105,15 @@ def plan_resume(
         raise ValueError(f"{size} ranks cannot be spread evenly over {machines} machines")
     if last_batch is None:
         last_batch = dataset.last_batch if isinstance(dataset, Loader) else "uneven"
-    planned = _has(state, "planned")
+    saved = [parse(one) for one in (state if isinstance(state, (list, tuple)) else [state]) if isinstance(one, Mapping)]
+    planned = bool(saved) and bool(saved[0]["budget"]) and not saved[0].in_lanes
     if batch_size is None and not planned:
         raise TypeError("plan_resume() needs batch_size, the rows of each rank at a step.")
     options = Options(1 if planned else integer(batch_size, "plan(batch_size=…)", 1), last_batch=last_batch)
     try:
         if planned:
             return plan_batches(state, dataset, options, size, integer(steps, "plan(steps=…)"))
-        if _has(state, "flow"):
+        if saved and saved[0].in_lanes:
             return plan_lanes(state, dataset, options, size, machines)
         known = of_dataset(state, dataset) if dataset is not None else of_index(state, index_dir)
         check_drop(known.rows, options, size)
@@ -126,40 +127,35 @@ def plan_resume(
     return _plan(known, options, size, integer(steps, "plan(steps=…)"), machines)
 
 
-def _has(state: Any, field: str) -> bool:
-    one = state[0] if isinstance(state, (list, tuple)) and state else state
-    return isinstance(one, Mapping) and bool(one.get(field))
-
-
 def plan_batches(state: Any, dataset: Dataset | Loader | None, options: Options, ranks: int, steps: int) -> ResumePlan:
     """Plan the resume of batches by tokens, by the lengths of the rows."""
     if dataset is None:
         found = parse(one_of(state, Shard()))
         note = "steps of batches by max_tokens depend on the lengths of rows. Pass the loader or dataset to see them."
-        at = planned_in(found)
-        start = 0 if at is None else at.start
-        return ResumePlan(True, None, "nothing", found["epoch"], start, found["rows"], notes=(note,))
+        return ResumePlan(True, None, "nothing", found["epoch"], found.rows_before, found["rows"], notes=(note,))
     planning = dataset.options.planning if isinstance(dataset, Loader) else _planning_of(state, dataset)
     if planning is None:
         raise ValueError("the state is of batches by max_tokens, and the loader has none. Pass max_tokens to it.")
-    resumed = load_global(state, dataset.pipeline, (), planning.budget)
+    resumed = load_global(state, dataset.pipeline, (), planning)
     spec, cursor, notes = resumed.spec, resumed.cursor, []
     shards = [replace(spec, shard=Shard(rank, ranks)) for rank in range(ranks)]
     options = replace(options, planning=planning)
-    plan = TokenPlan(shards[0].leaf, options, cursor)
+    plan = _token_plan(shards[0], options, cursor)
     if not plan.has(0):
         notes.append(f"epoch {cursor.epoch} is over: it continues with epoch {cursor.epoch + 1}.")
-        cursor = Cursor(cursor.epoch + 1)
-        plan = TokenPlan(shards[0].leaf, options, cursor)
+        cursor = cursor.next_epoch()
+        plan = _token_plan(shards[0], options, cursor)
     order = spec.leaf.order.at(cursor.epoch, spec.source.layout)
     batches = []
     for step in range(steps):
         if plan.has(step):
             asked = [plan.ask([step], each.shard).positions for each in shards]
             batches.append(tuple(tuple(order.chosen(positions).tolist()) for positions in asked))
-    before, total = plan.rows_before(cursor.position), plan.count()
-    left = total - cursor.position - cursor.done.count(cursor.position, total)
-    whole = TokenPlan(shards[0].leaf, options, Cursor(cursor.epoch)).count()
+    lane = cursor.lane
+    before, total = plan.rows_before(lane.taken), plan.count()
+    excluded = lane.done.count(lane.taken, total)
+    left = total - lane.taken - excluded
+    whole = _token_plan(shards[0], options, Cursor(cursor.epoch)).count()
     own = [Reading((0, ranks - 1), spec.rows - before, None, int((spec.rows - before) * spec.source.bytes_per_row))]
     return ResumePlan(
         accepted=True,
@@ -175,14 +171,19 @@ def plan_batches(state: Any, dataset: Dataset | Loader | None, options: Options,
         batches=tuple(batches),
         machines=tuple(own),
         notes=(*notes, "the global batch counts batches by max_tokens, one for each rank."),
-        excluded=cursor.done.count(cursor.position, total),
+        excluded=excluded,
     )
+
+
+def _token_plan(spec: PipelineSpec, options: Options, cursor: Cursor) -> TokenPlan:
+    plan = make_plan(spec, options, cursor)
+    assert isinstance(plan, TokenPlan)
+    return plan
 
 
 def _planning_of(state: Any, dataset: Dataset) -> Planning:
     """Return the settings of the batches in a state, of a dataset whose column they are counted by."""
-    at = planned_in(parse(one_of(state, Shard())))
-    text = at.legs[-1][0] if at is not None and at.legs else ""
+    text = parse(one_of(state, Shard()))["budget"]
     budget = Budget(1, length=json.loads(text)[-1]).earlier(text) if text else None
     name = None if budget is None else dataset.pipeline.base.stored_column(budget.length)[0]
     if budget is None or name is None:
@@ -200,10 +201,10 @@ def plan_lanes(state: Any, dataset: Dataset | Loader | None, options: Options, r
     notes = []
     if cursor.lanes_ended:
         notes.append(f"epoch {cursor.epoch} is over: it continues with epoch {cursor.epoch + 1}.")
-        cursor = Cursor(cursor.epoch + 1)
+        cursor = cursor.next_epoch()
     shares = [Share.of(spec.lanes, Shard(rank, ranks)) for rank in range(ranks)]
-    for share in shares:
-        check_known(cursor, share, spec.lanes)
+    for rank in range(ranks):
+        spec.check_known(cursor, Shard(rank, ranks))
     if spec.lanes % ranks:
         notes.append(
             f"{ranks} ranks do not divide {spec.lanes} lanes: some lanes are run by several ranks, each completely."
@@ -211,7 +212,7 @@ def plan_lanes(state: Any, dataset: Dataset | Loader | None, options: Options, r
     lanes = [tuple(share.lanes.positions(0, spec.lanes).tolist()) for share in shares]
     total = spec.epoch_outputs or estimated_length(spec.node, cursor, spec.lanes)
     size = options.batch_size * ranks
-    excluded = 0 if cursor.lanes is None else sum(len(lane.done) for lane in cursor.lanes.by_lane.values())
+    excluded = sum(len(lane.done) for lane in cursor.lanes.values())
     steps = 0 if total is None else max(0, -(-round(total - cursor.position - excluded) // size))
     notes.append(
         "the number of steps left is an estimate" if total is not None else "the number of steps left is not known"
@@ -263,11 +264,10 @@ def _plan_without_data(state: Any, options: Options, ranks: int) -> ResumePlan:
 def _left_of_lanes(spec: PipelineSpec, cursor: Cursor, ranks: tuple[int, int], lanes: list[int]) -> Reading:
     """Return the reads of some lanes until the end of the epoch: rows of the sources, blocks, bytes."""
     tree, fresh = tree_of(spec.node), start(spec.node)
-    known = {} if cursor.lanes is None else cursor.lanes.by_lane
     rows, size = 0, 0.0
     blocks: dict[int, set[int]] = {}
     for lane in lanes:
-        at = known[lane].cursor if lane in known else fresh
+        at = cursor.lanes[lane].at if lane in cursor.lanes else fresh
         for place in places(tree, at, cursor.epoch, Shard(lane, spec.lanes)):
             leaf = spec.leaves[place.leaf]
             first, total = place.row, place.lane.before(leaf.rows)
@@ -291,15 +291,17 @@ def _left_of_lanes(spec: PipelineSpec, cursor: Cursor, ranks: tuple[int, int], l
 
 def _steps_of(known: Known, options: Options, ranks: int) -> Plan:
     at = known.cursor
-    return Plan.of(at.epoch, at.position, known.rows, options.batch_size * ranks, options.last_batch, at.done)
+    return Plan.of(at, known.rows, options.batch_size, ranks, options.last_batch, at.lane.done)
 
 
 def _plan(known: Known, options: Options, ranks: int, steps: int, machines: int) -> ResumePlan:
-    epoch, position = known.cursor[:2]
+    epoch, position = known.cursor.epoch, known.cursor.position
     notes = list(known.notes)
     size = options.batch_size * ranks
     plan = _steps_of(known, options, ranks)
-    later = Plan.of(epoch + 1, 0, known.rows, size, options.last_batch, known.excluded_at(epoch + 1))
+    following = known.cursor.next_epoch()
+    excluded = known.excluded_at(epoch + 1)
+    later = Plan.of(following, known.rows, options.batch_size, ranks, options.last_batch, excluded)
     if position and not len(plan):
         notes.append(f"epoch {epoch} is over: it continues with epoch {epoch + 1}.")
         epoch, position, plan = epoch + 1, 0, later
@@ -324,7 +326,7 @@ def _plan(known: Known, options: Options, ranks: int, steps: int, machines: int)
         steps_left=len(plan),
         steps_per_epoch=len(later),
         dropped=plan.done.before(known.rows) - plan.end,
-        padded=plan.reach(len(plan) - 1) - plan.end if len(plan) else 0,
+        padded=plan.padding,
         ranks_left_out=plan.left_out(ranks),
         batches=tuple(batches),
         machines=tuple(readings),

@@ -9,6 +9,7 @@ import numpy.typing as npt
 
 from midepoch.audit import Run
 from midepoch.errors import StateError
+from midepoch.pipeline.plans import TokenPlan
 
 _MOST_BATCHES = 20_000
 _POINTS = 200
@@ -19,19 +20,20 @@ Array = npt.NDArray[Any]
 def batches(run: Run) -> dict[str, Any] | None:
     """Return the numbers of the batches of the last pass. None if they are not by tokens."""
     last = run.generations[-1]
-    if not last.shape.batches:
+    if not last.shape.batching.budget or last.in_lanes:
         return None
     try:
-        known = run.batches_of(last)
+        plan = run.plan_of(last)
     except StateError as problem:
         return {"problem": str(problem)}
-    budget, first = known.budget, last.shape.start
-    lengths = known.lengths
+    assert isinstance(plan, TokenPlan)
+    known, first = plan.batches, last.shape.start
+    budget, lengths = known.planning.budget, known.planning.lengths
     order = run.order.source.at(last.shape.epoch)
     rows: list[int] = []
     tokens, slots, costs = list[int](), list[int](), list[float]()
-    while len(rows) < _MOST_BATCHES and known.plan.window_of(first + len(rows)) is not None:
-        own = lengths[order.chosen(known.plan.positions(first + len(rows)))]
+    while len(rows) < _MOST_BATCHES and known.window_of(first + len(rows)) is not None:
+        own = lengths.of(order.chosen(known.positions(first + len(rows))))
         sizes = -(-np.maximum(own, 1) // budget.multiple) * budget.multiple
         rows.append(len(own))
         tokens.append(int(own.sum()))
@@ -45,7 +47,7 @@ def batches(run: Run) -> dict[str, Any] | None:
     return {
         "epoch": last.shape.epoch,
         "count": len(rows),
-        "all": known.plan.total == first + len(rows),
+        "all": known.total == first + len(rows),
         "max_tokens": budget.tokens,
         "window": budget.window,
         "padded": budget.padded,

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from typing import Any
 
 from midepoch.audit import Run
-from midepoch.audit.coverage import pieces_of
 from midepoch.audit.passes import Generation
 from midepoch.tools.report.now import now
 from midepoch.tools.report.speed import curves
@@ -53,7 +52,7 @@ def of_run(run: Run, made: float) -> dict[str, Any]:
             for proof in run.epochs
         ],
         "weight_changes": [one._asdict() for one in run.weight_changes],
-        "passes": [_pass(one, starts[one.shape.attempt], _key(one) in kept) for one in run.every],
+        "passes": [_pass(run, one, starts[one.shape.attempt], _key(one) in kept) for one in run.every],
         "speed": curves(run, starts),
         "now": now(run, made),
     }
@@ -73,14 +72,17 @@ def _pieces(run: Run, starts: dict[str, int], kept: set[Any]) -> dict[int, list[
         if one.lanes:
             here += _lane_pieces(run, one, about, _key(one) in kept)
             continue
-        made = max(map(one.made, one.steps))
-        gone = one.shape.start if _key(one) not in kept else one.until
-        if _key(one) in kept:
-            for piece in pieces_of(one):
-                share = 1.0 if piece.residues is None else len(piece.residues) / piece.modulus
-                here.append({**about, "from": piece.start, "to": piece.stop, "share": share, "again": False})
-        if made > gone:
-            here.append({**about, "from": gone, "to": made, "share": 1.0, "again": True})
+        begin, kept_steps = run.reached(one, 0), one.kept_steps if _key(one) in kept else 0
+        common, most = (pick(min(count, kept_steps) for count in one.steps.values()) for pick in (min, max))
+        common = 0 if one.missing else common
+        edges = [run.reached(one, steps) for steps in (common, most, one.most_steps)]
+        ahead = sum(count > common for count in one.steps.values()) / one.shape.ranks
+        parts = ((begin, edges[0], 1.0, False), (edges[0], edges[1], ahead, False), (edges[1], edges[2], 1.0, True))
+        here += [
+            {**about, "from": first, "to": stop, "share": share, "again": again}
+            for first, stop, share, again in parts
+            if stop > first
+        ]
     return {epoch: _joined(pieces) for epoch, pieces in found.items()}
 
 
@@ -107,12 +109,12 @@ def _lane_pieces(run: Run, one: Generation, about: dict[str, Any], kept: bool) -
         yield {**about, "from": reached, "to": made, "share": 1.0, "again": True}
 
 
-def _pass(one: Generation, start: int, kept: bool) -> dict[str, Any]:
+def _pass(run: Run, one: Generation, start: int, kept: bool) -> dict[str, Any]:
     return {
         "start": start,
         "epoch": one.shape.epoch,
-        "from": one.shape.start,
-        "to": max(map(one.made, one.steps)),
+        "from": run.reached(one, 0),
+        "to": run.reached(one, one.most_steps),
         "ranks": one.shape.ranks,
         "batch": one.shape.global_batch,
         "workers": one.workers,

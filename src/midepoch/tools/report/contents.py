@@ -165,8 +165,8 @@ def _of_run(run: Run, ds: Dataset | None, label: str | None, made: float, *, alo
         order = sources[0]
         labels = _labels(ds, label, order.order.selection) if ds is not None and matches and label is not None else None
         batch = last.global_batch
-        if last.batches:  # it counts batches by tokens
-            batch = max(1, batch * order.rows // max(1, min(run.every[-1].rows, order.rows)))
+        if last.batching.budget:  # it counts batches by tokens
+            batch = max(1, batch * order.rows // max(1, min(run.every[-1].end, order.rows)))
         shuffle = quality(order.order, order.layout, last.epoch, batch=batch, labels=labels)
         contents["shuffle"] = {**shuffle, "label": label if labels is not None else None}
     return contents

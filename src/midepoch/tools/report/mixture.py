@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -32,9 +31,10 @@ def sources_of(run: Run, one: Generation, steps: int) -> list[SourceRows]:
     """Return the sources after a number of steps of a pass, in the order of the tree."""
     order = run.lanes_of(one).order if one.lanes else run.order
     names, about = names_of(order), _description(order)
-    current = None if one.mix is None else one.mix.weights_at(one.shape.after(steps))
+    mix = one.first.mix
+    current = None if mix is None else mix.weights_at(run.reached(one, steps))
     weights = _weights(about if current is None else {**about, "weights": current})
-    consumed = _consumed(order, one, steps)
+    consumed = _consumed(run, order, one, steps)
     return [
         SourceRows(name, source.rows, rows, weight)
         for name, source, rows, weight in zip(names, order.sources, consumed, weights, strict=True)
@@ -44,14 +44,12 @@ def sources_of(run: Run, one: Generation, steps: int) -> list[SourceRows]:
 def progress(run: Run, one: Generation, steps: int) -> float | None:
     """Return the part of its epoch that is consumed after a number of steps of a pass, or None if it has no end."""
     if not one.lanes:
-        end = min(one.end, one.rows)
-        reached = min(one.shape.after(steps), end)
-        return reached / end if end else None
-    if one.mix is not None and one.mix.schedule is not None:
-        outputs = one.mix.schedule.plan[-1].outputs
-        return min(1.0, one.shape.after(steps) / outputs) if outputs else None
+        return run.reached(one, steps) / one.first.rows if one.first.rows else None
+    if one.first.mix is not None and one.first.mix.schedule is not None:
+        outputs = one.first.mix.schedule.plan[-1].outputs
+        return min(1.0, run.reached(one, steps) / outputs) if outputs else None
     order = run.lanes_of(one).order
-    counts = iter(zip(_consumed(order, one, steps), (source.rows for source in order.sources), strict=True))
+    counts = iter(zip(_consumed(run, order, one, steps), (source.rows for source in order.sources), strict=True))
     return _progress(_description(order), counts)
 
 
@@ -89,15 +87,14 @@ def _leaves(about: Mapping[str, Any]) -> int:
 
 
 def _description(order: KnownOrder) -> dict[str, Any]:
-    parts = order.about.get("parts")
-    found: dict[str, Any] = json.loads(parts) if parts else {"pipeline": order.about.get("pipeline", "")}
+    found: dict[str, Any] = order.about.get("parts") or {"pipeline": order.about.get("pipeline", "")}
     return found
 
 
-def _consumed(order: KnownOrder, one: Generation, steps: int) -> list[int]:
+def _consumed(run: Run, order: KnownOrder, one: Generation, steps: int) -> list[int]:
     """Return by source the rows consumed in the epoch, over all lanes."""
     if not one.lanes:
-        return [min(one.shape.after(steps), one.end)]
+        return [run.reached(one, steps)]
     rows = [source.rows for source in order.sources]
     sums = [0] * len(rows)
     lanes = LaneRun(order)

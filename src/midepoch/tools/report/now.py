@@ -30,25 +30,26 @@ def now(run: Run, made: float) -> dict[str, Any]:
     attempt = run.every[-1].shape.attempt
     passes = [one for one in run.every if one.shape.attempt == attempt]
     last = passes[-1]
+    finished = run.is_finished(last)
     of_rank = {rank: spans for (name, rank), spans in spans_by_rank(run).items() if name == attempt and spans}
     latest = {rank: merged(spans)[-1] for rank, spans in of_rank.items()}
     ranks = [_rank(rank, passes, latest.get(rank), made) for rank in sorted({r for one in passes for r in one.steps})]
     state = min((one["state"] for one in ranks), key=_WORST.index)
-    state = "finished" if state != "running" and last.finished else state
+    state = "finished" if state != "running" and finished else state
     every = last.shape.ranks == len(latest)
     epoch = progress(run, last, max(last.steps.values()))
-    eta = _eta(run, last) if state in ("running", "quiet") and not last.finished else None
+    eta = _eta(run, last) if state in ("running", "quiet") and not finished else None
     return {
         "state": state,
         "last": max(one["last"] for one in ranks),
         "ranks": last.shape.ranks,
         "missing": list(last.missing),
-        "batch": None if last.shape.batches else last.shape.global_batch,
+        "batch": None if last.shape.batching.budget else last.shape.global_batch,
         "workers": last.workers,
         "epoch": last.shape.epoch,
-        "phase": _phase(last),
-        "progress": 1.0 if last.finished else epoch,
-        "progress_at_least": eta is None and not last.finished and is_in_group(run, last, max(last.steps.values())),
+        "phase": _phase(run, last),
+        "progress": 1.0 if finished else epoch,
+        "progress_at_least": eta is None and not finished and is_in_group(run, last, max(last.steps.values())),
         "eta": eta,
         "rows_per_second": _sum(latest, "rows") if every else None,
         "tokens_per_second": (_sum(latest, "tokens") or _sum(latest, "slots")) if every else None,
@@ -60,9 +61,9 @@ def now(run: Run, made: float) -> dict[str, Any]:
     }
 
 
-def _phase(last: Generation) -> str | None:
+def _phase(run: Run, last: Generation) -> str | None:
     """Return the name of the phase of a schedule after the last step, if it is known."""
-    mix, position = last.mix, last.shape.after(max(last.steps.values()))
+    mix, position = last.first.mix, run.reached(last, last.most_steps)
     number = None if mix is None else mix.phase_at(position)
     return None if mix is None or mix.schedule is None or number is None else mix.schedule.plan[number].name
 

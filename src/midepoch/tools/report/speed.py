@@ -67,22 +67,10 @@ def spans_of(one: Generation, rank: int) -> Iterator[Span]:
         seconds = (mark.elapsed - before.elapsed) / 1000
         if seconds <= 0 or mark.steps <= before.steps:
             continue
-        if mark.figures is None:  # of an older version
-            figures = Figures(rows=_rows(one, rank, mark.steps) - _rows(one, rank, before.steps))
-        else:
-            figures = mark.figures.minus(before.figures or Figures())
+        figures = (mark.figures or Figures()).minus(before.figures or Figures())
         waited = max(0, mark.waited - before.waited) / 1000
         yield Span(began + mark.elapsed / 1000, one.shape.epoch, seconds, waited, figures)
         before = mark
-
-
-def _rows(one: Generation, rank: int, steps: int) -> int:
-    """Return the rows of the first steps of a rank."""
-    start, ranks = one.shape.start, one.shape.ranks
-    if one.lanes:
-        return steps * one.shape.global_batch // ranks
-    stop = min(one.shape.after(steps), one.end)
-    return len(range(start + (rank - start) % ranks, stop, ranks))
 
 
 def merged(spans: list[Span]) -> list[Span]:

@@ -1,0 +1,269 @@
+"""The proof that a run delivered every unit once: one tiling of rows, outputs, batches by tokens and leases.
+
+Every record says which units were done before it: the run came there by a state, or by going on. In the order of the
+records, the proof keeps the set of units that the weights have seen:
+
+- A record that goes back (a loaded state, a fresh start, a look that is taken back) claims a set. Units that were
+  delivered and are not in it are delivered *again* later. Units in it that were never delivered are lost: *never*.
+- A step adds its units. Those that are in the set already are *repeated*.
+- Excluded units are in neither.
+
+Positions are compared in rows, also where batches by tokens changed their budget. In lanes, units are outputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from midepoch.audit.passes import Generation
+from midepoch.order import Shard
+from midepoch.order.intervals import EMPTY, Intervals
+from midepoch.pipeline.cursor import LaneCursor
+from midepoch.pipeline.plans import StepPlan, TokenPlan
+
+Int64Array = npt.NDArray[np.int64]
+Units = Mapping[int, Intervals]
+"""Numbers of units, by lane."""
+
+
+class Plans(Protocol):
+    """The plans of passes, made again from their records."""
+
+    def plan_of(self, one: Generation) -> StepPlan:
+        """Return the steps of a pass over positions. Raises StateError if they cannot be made again."""
+
+    def excluded_positions(self, one: Generation) -> Intervals:
+        """Return the positions of the rows that are excluded in every epoch."""
+
+
+class Claim(NamedTuple):
+    """What a record says of the units before it: which are done, and which later ones are excluded."""
+
+    done: Units
+    excluded: Units
+
+
+class LeaseCounts(NamedTuple):
+    """Counts of positions, or of outputs of lanes, in an epoch.
+
+    ``leased``: deliveries. ``acknowledged``: those that the run kept, including ``rejected``. ``out``: delivered in the
+    last start and neither acknowledged nor ``returned``.
+    """
+
+    leased: int
+    acknowledged: int
+    rejected: int
+    out: int
+    returned: int
+
+    @property
+    def totals(self) -> dict[str, int]:
+        """The counts that tools show."""
+        return self._asdict()
+
+
+@dataclass
+class EpochUnits:
+    """The units of an epoch: what the weights have seen, what is excluded, and what is wrong."""
+
+    kept: dict[int, Intervals] = field(default_factory=dict)
+    excluded: dict[int, Intervals] = field(default_factory=dict)
+    rejected: dict[int, Intervals] = field(default_factory=dict)
+    twice: dict[int, Intervals] = field(default_factory=dict)
+    lost: dict[int, Intervals] = field(default_factory=dict)
+    """Units that a state claimed to be done, and that were not delivered before."""
+    again: int = 0
+    leased: int = 0
+    records: list[Generation] = field(default_factory=list)
+    """Its records since the run was last taken back before it, in their order."""
+
+    def go_back(self, claim: Claim) -> None:
+        """Note that the run continues where a record claims that these units are done."""
+        for lane in self.kept.keys() | claim.done.keys() | claim.excluded.keys():
+            kept, done = self.kept.get(lane, EMPTY), claim.done.get(lane, EMPTY)
+            # What was excluded and passed is done, too. A state from before an exclusion takes it back.
+            excluded = self.excluded.get(lane, EMPTY).minus(kept).intersection(done)
+            self.again += len(kept.minus(done))
+            self.kept[lane] = kept.intersection(done)
+            self.lost[lane] = done.minus(kept).minus(excluded)
+            self.twice[lane] = self.twice.get(lane, EMPTY).intersection(done)
+            self.rejected[lane] = self.rejected.get(lane, EMPTY).intersection(done)
+            self.excluded[lane] = excluded.union(claim.excluded.get(lane, EMPTY))
+
+    def exclude(self, claim: Claim) -> None:
+        """Note what a record that goes on has excluded."""
+        for lane, units in claim.excluded.items():
+            self.excluded[lane] = self.excluded.get(lane, EMPTY).union(units)
+
+    def deliver(self, units: Units) -> None:
+        """Note units that were delivered or, with leases, acknowledged."""
+        for lane, some in units.items():
+            kept = self.kept.get(lane, EMPTY)
+            self.twice[lane] = self.twice.get(lane, EMPTY).union(some.intersection(kept))
+            self.kept[lane] = kept.union(some)
+
+    @property
+    def repeated(self) -> int:
+        """Units that were delivered more than once."""
+        return sum(map(len, self.twice.values()))
+
+    @property
+    def never(self) -> int:
+        """Units that were passed over."""
+        return sum(len(lost.minus(self.kept.get(lane, EMPTY))) for lane, lost in self.lost.items())
+
+    @property
+    def examples(self) -> tuple[int, ...]:
+        """The first units that were delivered more than once, or passed over."""
+        wrong = EMPTY.union(
+            *self.twice.values(), *(lost.minus(self.kept.get(n, EMPTY)) for n, lost in self.lost.items())
+        )
+        return tuple(wrong.first(10))
+
+    @property
+    def count(self) -> int:
+        """Units that the weights have seen."""
+        return sum(map(len, self.kept.values()))
+
+    @property
+    def excluded_count(self) -> int:
+        """Units that are excluded and were not delivered."""
+        return sum(len(units.minus(self.kept.get(lane, EMPTY))) for lane, units in self.excluded.items())
+
+
+def units_by_epoch(records: Sequence[Generation], plans: Plans) -> dict[int, EpochUnits]:
+    """Return the units of each epoch after all records of a run, in their order."""
+    found: dict[int, EpochUnits] = {}
+    for one in records:
+        here = found.setdefault(one.shape.epoch, EpochUnits())
+        claim = claim_of(one, plans)
+        if one.how == "on":
+            here.exclude(claim)
+        else:
+            here.go_back(claim)
+            for epoch, later in found.items():
+                if epoch > one.shape.epoch:  # the run was there before, and comes there again
+                    later.go_back(Claim({}, {}))
+                    later.records.clear()
+        here.records.append(one)
+        if not one.is_load:
+            here.deliver(delivered_by(one, plans))
+            here.leased += _leased(one, plans)
+            for lane, some in _acknowledged(one, plans, rejected=True).items():
+                here.rejected[lane] = here.rejected.get(lane, EMPTY).union(some)
+    return found
+
+
+def claim_of(one: Generation, plans: Plans) -> Claim:
+    """Return what a record says of the units before it."""
+    if one.in_lanes:
+        lanes = one.cursor.lanes
+        return Claim(
+            {number: _done(lane) for number, lane in lanes.items()}, {n: at.excluded for n, at in lanes.items()}
+        )
+    lane = in_rows(one, one.cursor.lane, plans)
+    excluded = lane.excluded.union(plans.excluded_positions(one).from_(lane.taken))
+    return Claim({0: _done(lane).minus(lane.excluded)}, {0: excluded})
+
+
+def in_rows(one: Generation, lane: LaneCursor, plans: Plans) -> LaneCursor:
+    """Return a cursor of a pass over positions in rows."""
+    if not one.shape.batching.budget or lane.at is None:
+        return lane if not one.shape.batching.budget else LaneCursor()
+    plan = plans.plan_of(one)
+    assert isinstance(plan, TokenPlan)
+    return plan.batches.in_rows(lane)
+
+
+def _done(lane: LaneCursor) -> Intervals:
+    return Intervals.of(0, lane.taken).union(lane.ahead)
+
+
+def delivered_by(one: Generation, plans: Plans, steps: int | None = None) -> Units:
+    """Return the units that a pass delivered, or that were acknowledged of it. ``steps``: only of its first steps."""
+    if one.leases:
+        return _acknowledged(one, plans)
+    if one.in_lanes:
+        return {lane: units for lane in range(one.lanes) if (units := _outputs(one, lane, steps)) is not None}
+    plan = plans.plan_of(one)
+    counts = {rank: count if steps is None else min(count, steps) for rank, count in one.steps.items()}
+    common = 0 if one.missing else min(counts.values())
+    found = [rows_of(plan, plan.units(0, common))] if common else []
+    for rank, count in counts.items():
+        if count > common:
+            found.append(
+                Intervals.from_positions(own_positions(plan, range(common, count), Shard(rank, one.shape.ranks)))
+            )
+    return {0: EMPTY.union(*found)}
+
+
+def rows_of(plan: StepPlan, units: Intervals) -> Intervals:
+    """Return the positions of units of a plan."""
+    return plan.batches.rows_in(units) if isinstance(plan, TokenPlan) else units
+
+
+def own_positions(plan: StepPlan, steps: range, shard: Shard) -> Int64Array:
+    """Return the positions of a rank in some steps, without padding."""
+    there = [step for step in steps if plan.has(step)]
+    if not there:
+        return np.zeros(0, np.int64)
+    asked = plan.ask(there, shard)
+    return asked.positions[: asked.genuine] if asked.genuine is not None else asked.positions
+
+
+def _outputs(one: Generation, lane: int, steps: int | None) -> Intervals | None:
+    """Return the outputs of a lane that were delivered, by the record of the rank that has most of them."""
+    tracks = [track for track in one.tracks.values() if lane in track.begin and lane not in track.ended]
+    track = max(tracks, key=lambda track: track.delivered, default=None)
+    if track is None:
+        return None
+    count = min(track.delivered, track.recorded) if steps is None else min(track.delivered, track.recorded, steps)
+    at = one.cursor.lanes.get(lane, LaneCursor())
+    return Intervals.of(track.taken(lane, 0), track.taken(lane, count)).minus(at.done)
+
+
+def _acknowledged(one: Generation, plans: Plans, *, rejected: bool = False) -> Units:
+    """Return the units that were acknowledged in a pass of leases."""
+    found: dict[int, Intervals] = {}
+    for rank, record in one.leases.items():
+        given = record.rejected if rejected else record.acked
+        for lane, units in given.items() if one.in_lanes else _positions(one, rank, given, plans).items():
+            found[lane] = found.get(lane, EMPTY).union(units)
+    return found
+
+
+def _positions(one: Generation, rank: int, turns: Units, plans: Plans) -> Units:
+    """Return the positions of turns of a rank: numbers of units among those that the pass delivers."""
+    plan, shard = plans.plan_of(one), Shard(rank, one.shape.ranks)
+    found = [
+        plan.done.remaining(shard.positions(first, stop))
+        for some in turns.values()
+        for first, stop in zip(some.starts.tolist(), some.stops.tolist(), strict=True)
+    ]
+    return {0: rows_of(plan, Intervals.from_positions(np.concatenate(found)))} if found else {}
+
+
+def _leased(one: Generation, plans: Plans) -> int:
+    """Return the units that were delivered as leases in a pass."""
+    return sum(units_in(one, rank, record.delivered, plans) for rank, record in one.leases.items())
+
+
+def units_in(one: Generation, rank: int, steps: Intervals, plans: Plans) -> int:
+    """Return the number of units of a rank in steps of a pass of leases. In lanes, of full steps."""
+    if one.in_lanes:
+        sizes = one.shape.batching.sizes
+        return len(steps) * (sizes if isinstance(sizes, int) else sizes.sizes[0])
+    plan, shard = plans.plan_of(one), Shard(rank, one.shape.ranks)
+    return len(own_positions_of(plan, steps, shard))
+
+
+def own_positions_of(plan: StepPlan, steps: Intervals, shard: Shard) -> Int64Array:
+    """Return the positions of a rank in a set of steps."""
+    runs = [range(first, stop) for first, stop in zip(steps.starts.tolist(), steps.stops.tolist(), strict=True)]
+    found = [own_positions(plan, run, shard) for run in runs]
+    return np.concatenate(found) if found else np.zeros(0, np.int64)

@@ -1,0 +1,234 @@
+"""Edits of a run: functions from a pipeline and a cursor to others, applied between two steps.
+
+Each returns the pipeline and the cursor from which the run continues. What was delivered does not change.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from operator import index
+from typing import Any, NamedTuple
+
+from midepoch.loader.lanes import LaneSteps
+from midepoch.loader.options import Options
+from midepoch.loader.plans import make_plan
+from midepoch.order.intervals import EMPTY, Intervals
+from midepoch.pipeline.cursor import Cursor, LaneCursor, WindowAt
+from midepoch.pipeline.excluded import rows_by_source, source_names
+from midepoch.pipeline.node import Mix
+from midepoch.pipeline.plans import TokenPlan
+from midepoch.pipeline.rows import BundlesHere
+from midepoch.pipeline.spec import PipelineSpec
+
+_log = logging.getLogger("midepoch")
+_MANY_STEPS = 1_000
+"""Steps above which a warning is logged: running them may take minutes, if functions of the pipeline are slow."""
+
+
+class Edited(NamedTuple):
+    """A pipeline and the cursor from which it continues, and how many units or rows an edit left out."""
+
+    spec: PipelineSpec
+    cursor: Cursor
+    left_out: int = 0
+
+
+def without_steps(spec: PipelineSpec, options: Options, cursor: Cursor, given: Any) -> Edited:
+    """Leave out steps, by their numbers in the run, from 1."""
+    steps = _numbers(given, cursor.steps)
+    if spec.unit == "rows":
+        return _without_units(spec, options, cursor, steps)
+    return _without_outputs(spec, options, cursor, steps)
+
+
+def _without_units(spec: PipelineSpec, options: Options, cursor: Cursor, steps: Intervals) -> Edited:
+    plan, before = make_plan(spec, options, cursor), cursor.steps + 1
+    last = int(steps.stops[-1]) - 1
+    if not plan.has(last - before):
+        raise _not_in_epoch(last, cursor.steps + len(plan), cursor)
+    found = [
+        plan.units(int(first) - before, int(stop) - before)
+        for first, stop in zip(steps.starts, steps.stops, strict=True)
+    ]
+    units, lane = EMPTY.union(*found), cursor.lane
+    if isinstance(plan, TokenPlan) and lane.at is None:
+        lane = replace(lane, at=WindowAt())
+    lane = replace(lane, excluded=lane.excluded.union(units))
+    return Edited(spec, Cursor.at_row(cursor.epoch, lane, cursor.steps), len(units))
+
+
+def _without_outputs(spec: PipelineSpec, options: Options, cursor: Cursor, steps: Intervals) -> Edited:
+    """Leave out the outputs of steps. They are known only after they are made, so the pipeline runs up to the last."""
+    if not cursor.begun:
+        spec = spec.for_processes(spec.shard.count)
+    lanes = spec.open(spec.shard, BundlesHere(spec.leaves, shared=spec.shard.count > 1), cursor)
+    beginning, last = lanes.cursor(), int(steps.stops[-1]) - 1
+    if last - cursor.steps > _MANY_STEPS:
+        _log.warning(
+            "exclude(steps=…) runs the pipeline for %d steps, up to step %d: the outputs of a step are known only "
+            "after it is made. Exclude steps shortly before they are delivered.",
+            last - cursor.steps,
+            last,
+        )
+    run, taken, count = LaneSteps(lanes, options, None, cursor.steps), [EMPTY] * len(lanes.numbers), 0
+    while run.number < last:
+        lanes.skip_done()
+        before = lanes.outputs.copy()
+        outputs = run.next()
+        if outputs is None:
+            break
+        if steps.contains_one(run.number):
+            edges = zip(taken, before, lanes.outputs, strict=True)
+            taken = [done.union(Intervals.of(first, stop)) for done, first, stop in edges]
+            count += outputs.total
+    if run.number < last and lanes.share.lanes.count == 1:  # else other ranks may have it
+        raise _not_in_epoch(last, run.number, cursor)
+    edited = dict(beginning.lanes)
+    for number, units in zip(lanes.numbers, taken, strict=True):
+        lane = edited[number]
+        edited[number] = replace(lane, excluded=lane.excluded.union(units.minus(lane.ahead)))
+    return Edited(spec, beginning._replace(lanes=edited), count)
+
+
+def _numbers(given: Any, delivered: int) -> Intervals:
+    """Return the numbers of steps that the user gave. Raise ValueError if some of them cannot be left out."""
+    numbers = given if isinstance(given, range) else [given] if isinstance(given, int) else given
+    try:
+        found = [index(number) for number in numbers]
+    except TypeError:
+        found = []
+    if not found or isinstance(given, (str, bytes, bool)) or min(found) < 1:
+        raise ValueError(
+            f"exclude(steps=…) takes numbers of steps, from 1, such as [149, 150] or range(149, 151), got {given!r:.60}"
+        )
+    if min(found) <= delivered:
+        raise ValueError(
+            f"exclude(steps=…): step {min(found)} was delivered already: the run is at step {delivered}. Go back to a "
+            f"checkpoint of step {min(found) - 1} or before, load its state, and exclude the step then."
+        )
+    return Intervals.from_positions(found)
+
+
+def _not_in_epoch(step: int, last: int, cursor: Cursor) -> ValueError:
+    ends = f"its last step is {last}" if last > cursor.steps else "no step is left of it"
+    return ValueError(
+        f"exclude(steps=…): step {step} is not in epoch {cursor.epoch}: {ends}. Exclude steps of a later epoch "
+        "when it has begun."
+    )
+
+
+def without_rows(spec: PipelineSpec, options: Options, cursor: Cursor, rows: Any) -> Edited:
+    """Leave out rows of the sources, from the next batch on and in every later epoch."""
+    excluded = rows_by_source(rows, spec.node.leaves, source_names(spec.node))
+    before = spec.excluded or (EMPTY,) * len(excluded)
+    together = tuple(a.union(b) for a, b in zip(before, excluded, strict=True))
+    count = sum(map(len, together)) - sum(map(len, before))
+    edited = replace(spec, excluded=together)
+    if spec.unit == "outputs":
+        if cursor.begun:
+            raise ValueError(
+                "exclude(rows=…): this pipeline changes the number of rows, so rows can be excluded only at the "
+                "beginning of an epoch. Exclude steps, or call it before the first batch of an epoch."
+            )
+        return Edited(edited, cursor, count)
+    plan = make_plan(spec, options, cursor)
+    if isinstance(plan, TokenPlan) and cursor.begun:  # its window is formed again, of the rows that are left
+        lane = cursor.lane
+        lane = LaneCursor(lane.taken, WindowAt(plan.batches.in_rows(lane), lane.taken))
+        cursor = Cursor.at_row(cursor.epoch, lane, cursor.steps)
+    return Edited(edited, cursor, count)
+
+
+def mix_of(spec: PipelineSpec, what: str) -> Mix:
+    """Return the mix of a pipeline. Raise TypeError if it has none."""
+    base = spec.node.base
+    if not isinstance(base, Mix):
+        raise TypeError(f"{what}: the data is not a mix of sources. Make one with midepoch.mix.")
+    return base
+
+
+def checked_weights(given: Any, spec: PipelineSpec) -> tuple[float, ...]:
+    """Return weights that the user gave, in the order of the sources."""
+    mix = mix_of(spec, "set_weights")
+    if isinstance(given, Mapping):
+        if not mix.names:
+            raise TypeError("set_weights: the sources of the mix have no names. Pass a list of weights.")
+        unknown = [str(name) for name in given if name not in mix.names]
+        if unknown:
+            raise ValueError(f"set_weights: there is no source {unknown[0]!r}. The sources are {', '.join(mix.names)}.")
+        given = [given.get(name, 0.0) for name in mix.names]
+    try:
+        weights = tuple(float(weight) for weight in given)
+    except (TypeError, ValueError):
+        raise TypeError(f"set_weights takes a dict or a list of weights, got {given!r:.60}") from None
+    if len(weights) != len(mix.parts):
+        raise ValueError(f"set_weights: expected {len(mix.parts)} weights, one for each source, got {len(weights)}.")
+    if not all(math.isfinite(weight) and weight >= 0 for weight in weights) or not any(weights):
+        raise ValueError(f"set_weights: weights must be 0 or more, and at least one above 0, got {list(weights)}.")
+    first = 0
+    for number, (part, weight) in enumerate(zip(mix.parts, weights, strict=True)):
+        leaves = range(first, first + len(part.leaves))
+        first += len(leaves)
+        if weight and not any(_rows_left(spec, leaf) for leaf in leaves):
+            raise ValueError(f"set_weights: source {mix.names[number] if mix.names else number} has no rows. Use 0.")
+    return weights
+
+
+def _rows_left(spec: PipelineSpec, leaf: int) -> int:
+    """Return the rows of a source that are not excluded."""
+    excluded = len(spec.excluded[leaf]) if spec.excluded else 0
+    source = spec.node.leaves[leaf]
+    return min(source.rows, max(0, len(source.order.selection) - excluded))
+
+
+def rows_of_documents(documents: Any, sources: Iterable[str]) -> dict[int, list[int]]:
+    """Return rows by source, as provenance, ``midepoch audit`` and ``Run`` name documents.
+
+    ``documents``: the columns ``source`` and ``row`` of a batch, its ``doc_ids``, or (source, row) pairs, also those of
+    ``Document`` and ``Delivery``.
+    """
+    names = list(sources)
+    if isinstance(documents, Mapping):
+        documents = documents.get("doc_ids", documents)
+        if not {"source", "row"} <= set(documents):
+            raise TypeError("exclude(documents=…) takes a batch with provenance, its doc_ids, or (source, row) pairs.")
+        pairs = list(zip(_plain(documents["source"]), _plain(documents["row"]), strict=True))
+    else:
+        pairs = [(one.source, one.row) if hasattr(one, "row") else tuple(one) for one in documents]
+    found: dict[int, list[int]] = {}
+    for source, row in pairs:
+        number = names.index(source) if source in names else index(source)
+        found.setdefault(number, []).append(index(row))
+    return found
+
+
+def _plain(values: Any) -> list[Any]:
+    return values.tolist() if hasattr(values, "tolist") else list(values)
+
+
+def documents_of(folder: Any, steps: Any, spec: PipelineSpec) -> list[tuple[int, int]]:
+    """Return the rows, by the number of their source, that a recorded run delivered at some steps.
+
+    Raises DataNotFoundError if it did not, and ValueError if it read other data.
+    """
+    from midepoch.audit.run import read_run
+
+    run = folder if hasattr(folder, "rows_of_step") else read_run(folder)
+    known = [(source.about["data"], source.about["selection"]) for source in run.order.sources]
+    here = [(leaf.source.fingerprint, leaf.order.selection.text) for leaf in spec.node.leaves]
+    if known != here:
+        raise ValueError(
+            f"exclude(run=…): the run in {run.folder} read other data, or other rows of it. Pass a run of this data."
+        )
+    found: list[tuple[int, int]] = []
+    for step in _steps_in(steps):
+        documents = run.documents_of_step(step)
+        found += [(one.source, one.row) for one in (run.rows_of_step(step) if documents is None else documents)]
+    return list(dict.fromkeys(found))
+
+
+def _steps_in(given: Any) -> list[int]:
+    return [int(step) for step in _numbers(given, 0).positions()]
