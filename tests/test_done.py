@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +17,7 @@ from test_conformance import IN_LANES, PIPELINES, SHARDS
 ALONE = [*SHARDS, "take", "skip", "zip"]  # one lane only
 Make = Callable[..., midepoch.Loader]
 Key = tuple[int, int]
+REASONS = ("excluded", "ahead")
 
 
 @pytest.fixture
@@ -26,9 +26,7 @@ def open_ds(small_files: list[str]) -> Callable[[], midepoch.Dataset]:
 
 
 def outputs_by_lane(state: dict[str, Any]) -> dict[int, int]:
-    if not state.get("flow"):
-        return {0: state["position"]}
-    return {lane: outputs for lane, outputs, _, _ in json.loads(state["flow"])}
+    return {int(lane): cursor["taken"] for lane, cursor in state["cursor"].items()}
 
 
 def numbered(make: Make) -> tuple[list[Key], list[Any], dict[str, Any]]:
@@ -47,11 +45,15 @@ def numbered(make: Make) -> tuple[list[Key], list[Any], dict[str, Any]]:
     return keys, values, states[0]
 
 
-def with_done(state: dict[str, Any], keys: list[Key]) -> dict[str, Any]:
-    """Return a state with outputs that are done."""
-    lanes = sorted({lane for lane, _ in keys})
-    texts = {lane: Intervals.from_positions([n for at, n in keys if at == lane]).encode() for lane in lanes}
-    return {**state, "done": json.dumps(texts) if state.get("flow") else texts.get(0, "")}
+def with_done(state: dict[str, Any], keys: list[Key], reasons: tuple[str, ...] = REASONS) -> dict[str, Any]:
+    """Return a state with outputs that are done, for each of the reasons in turn."""
+    cursor = {lane: dict(one) for lane, one in state["cursor"].items()}
+    for place, reason in enumerate(reasons):
+        mine = keys[place :: len(reasons)]
+        for lane in {lane for lane, _ in mine}:
+            done = Intervals.from_positions([number for at, number in mine if at == lane])
+            cursor[str(lane)][reason] = done.encode()
+    return {**state, "cursor": cursor}
 
 
 def rest(make: Make, state: Any, size: int = 1, **options: Any) -> list[Any]:
@@ -106,18 +108,36 @@ def test_what_is_done_is_not_delivered(name: str, lanes: int, open_ds: Callable[
     assert same(list(again), list(fresh))
 
 
-def test_old_states_have_nothing_done(open_ds: Callable[[], midepoch.Dataset]) -> None:
-    state = open_ds().loader(4).state_dict()
-    assert "done" not in state and len(rest(lambda size: open_ds().loader(size), state)) == 37
-
-
-@pytest.mark.parametrize("text", ["x", "{", '{"0": 1}', '{"a": ""}', '{"7": ""}', "[]"])
 @pytest.mark.parametrize("name", ["rows", "filter"])
-def test_a_damaged_field_is_refused(name: str, text: str, open_ds: Callable[[], midepoch.Dataset]) -> None:
+def test_a_state_has_what_is_done_for_each_reason(name: str, open_ds: Callable[[], midepoch.Dataset]) -> None:
+    """Until it is passed. Where nothing is done, there is no such field."""
+    loader = PIPELINES[name](open_ds()).loader(1)
+    next(loader)
+    state = loader.state_dict()
+    assert not {*REASONS} & {*state["cursor"]["0"]}
+    given = with_done(state, [(0, 3), (0, 5)])
+    loader.load_state_dict(given)
+    assert loader.state_dict()["cursor"] == given["cursor"]
+    for taken in (2, 3, 5, 7):  # or more, where those that are done are passed at once
+        next(loader)
+        lane = loader.state_dict()["cursor"]["0"]
+        assert taken <= lane["taken"] <= taken + 1
+        for reason, number in zip(REASONS, (3, 5), strict=True):
+            assert (reason in lane) == (number >= lane["taken"])
+            assert reason not in lane or Intervals.decode(lane[reason]).positions().tolist() == [number]
+    assert not {*REASONS} & {*lane}
+
+
+@pytest.mark.parametrize("value", ["x", "{", 1, None, {"0": ""}, []], ids=repr)
+@pytest.mark.parametrize("field", REASONS)
+@pytest.mark.parametrize("name", ["rows", "filter"])
+def test_a_damaged_field_is_refused(name: str, field: str, value: Any, open_ds: Callable[[], midepoch.Dataset]) -> None:
     loader = PIPELINES[name](open_ds()).loader(4)
     next(iter(loader))
+    state = loader.state_dict()
+    lane = {**state["cursor"]["0"], field: value}
     with pytest.raises(StateError, match="damaged"):
-        loader.load_state_dict({**loader.state_dict(), "done": text})
+        loader.load_state_dict({**state, "cursor": {"0": lane}})
 
 
 def test_another_mix_is_refused_while_outputs_are_done(open_ds: Callable[[], midepoch.Dataset]) -> None:
@@ -129,15 +149,18 @@ def test_another_mix_is_refused_while_outputs_are_done(open_ds: Callable[[], mid
     next(iter(loader))
     state = loader.state_dict()
     mixed([2, 1]).load_state_dict(state)
-    with pytest.raises(CheckpointMismatchError, match="another mix"):
-        mixed([2, 1]).load_state_dict(with_done(state, [(0, 5)]))
+    for reason in REASONS:
+        with pytest.raises(CheckpointMismatchError, match="another mix"):
+            mixed([2, 1]).load_state_dict(with_done(state, [(0, 5)], (reason,)))
 
 
 @pytest.mark.parametrize("name", ["rows", "filter"])
-@pytest.mark.parametrize("text", ['{"0":0}', '{"0":null}', '{"0":[]}', '{"9":""}', "[]"])
-def test_damaged_exclusions_are_refused(name: str, text: str, open_ds: Callable[[], midepoch.Dataset]) -> None:
+@pytest.mark.parametrize(
+    "value", [{"0": 0}, {"0": None}, {"0": []}, {"0": "x"}, {"9": ""}, {"x": ""}, [], "{}"], ids=repr
+)
+def test_damaged_exclusions_are_refused(name: str, value: Any, open_ds: Callable[[], midepoch.Dataset]) -> None:
     loader = PIPELINES[name](open_ds()).loader(4)
     loader.exclude(rows=[3, 5])
     next(iter(loader))
     with pytest.raises(StateError, match="damaged"):
-        loader.load_state_dict({**loader.state_dict(), "excluded": text})
+        loader.load_state_dict({**loader.state_dict(), "excluded": value})

@@ -226,7 +226,7 @@ def test_the_budget_may_change_in_the_middle_of_a_window(
     third = ds.loader(max_tokens=200, bucket_window=75)
     third.load_state_dict(second.state_dict())
     state = third.state_dict()
-    assert json.loads(state["planned"])[1] and len(json.dumps(state)) < 1024
+    assert state["cursor"]["0"]["at"]["rows"]["ahead"] and len(json.dumps(state)) < 1024
     again = ds.loader(max_tokens=200, bucket_window=75)
     again.load_state_dict(state)
     rest = epoch_of(third)
@@ -453,9 +453,20 @@ def test_a_state_of_other_lengths_is_refused(open_ds: Callable[[], midepoch.Data
         later.load_state_dict(first.state_dict())
         fresh.set_epoch(1)
         assert [ids(batch) for batch in later] == [ids(batch) for batch in fresh]
-    damaged = {**loader.state_dict(), "planned": "[3]"}
-    with pytest.raises(midepoch.StateError, match="damaged"):
-        ds.loader(max_tokens=200).load_state_dict(damaged)
+    lane = loader.state_dict()["cursor"]["0"]
+    for at in (
+        None,
+        3,
+        [3],
+        {},
+        {**lane["at"], "rows": 3},
+        {**lane["at"], "first": -1},
+        {**lane["at"], "checksum": "x"},
+    ):
+        damaged = {**loader.state_dict(), "cursor": {"0": {**lane, "at": at}}}
+        for options in ({"max_tokens": 200, "bucket_window": 40}, {"max_tokens": 200}):
+            with pytest.raises(midepoch.StateError, match="damaged"):
+                ds.loader(**options).load_state_dict(damaged)
 
 
 def test_budgets_of_run_time_change_where_no_window_is_in_progress(open_ds: Callable[[], midepoch.Dataset]) -> None:

@@ -204,7 +204,7 @@ def test_files_that_cannot_be_mapped_are_written_to(
         else:
             patch.setattr(*((os, "posix_fallocate") if how == "no such file system" else (mmap, "mmap")), refuse)
         seen = [said(batch) for batch in islice(loader, 9)]
-    assert loader.ledger is not None and loader.ledger._pages is None
+    assert loader._ledger is not None and loader._ledger._pages is None
     run = read_run(tmp_path / "run")
     assert run.steps == 9 and not run.problems
     assert [listed(run, step) for step in range(1, 10)] == seen

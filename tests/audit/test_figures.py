@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 from pathlib import Path
 
 import numpy as np
@@ -46,7 +45,7 @@ def test_marks_count_rows_and_the_last_step_is_dated(numbers: Numbers, tmp_path:
     began, marks = one.marks[0]
     assert [(mark.steps, mark.elapsed) for mark in marks] == [(2, 2000), (3, 4000), (5, 8000), (8, 14000)]
     assert [mark.figures and mark.figures.rows for mark in marks] == [2, 4, 8, 14]  # after the first batch
-    assert one.last_steps[0] == began + 14.0 and one.workers == 0 and not one.finished
+    assert one.last_steps[0] == began + 14.0 and one.workers == 0 and not read_run(tmp_path).is_finished(one)
     loader.stats(reset=True)  # is no concern of the ledger
     for _ in range(3):
         next(loader)
@@ -61,10 +60,14 @@ def test_the_last_mark_of_an_epoch_is_at_its_last_step(numbers: Numbers, tmp_pat
         clock.now += 0.25
     (one,) = read_run(tmp_path).every
     (mark,) = one.marks[0][1][-1:]
-    assert one.finished and (mark.steps, mark.elapsed, mark.figures and mark.figures.rows) == (5, 1000, 7)
+    assert read_run(tmp_path).is_finished(one) and (mark.steps, mark.elapsed, mark.figures and mark.figures.rows) == (
+        5,
+        1000,
+        7,
+    )
 
 
-def test_the_record_of_steps_is_that_of_older_versions(numbers: Numbers, tmp_path: Path, clock: Clock) -> None:
+def test_a_step_is_one_byte(numbers: Numbers, tmp_path: Path, clock: Clock) -> None:
     loader = numbers(0, 40).with_format("numpy").loader(2, audit=tmp_path)
     for _ in range(12):
         next(loader)
@@ -72,17 +75,6 @@ def test_the_record_of_steps_is_that_of_older_versions(numbers: Numbers, tmp_pat
     (path,) = tmp_path.glob("*.ledger")
     record = path.read_bytes().rstrip(b"\0").splitlines()[-1]
     assert re.sub(rb"@\d+,\d+;\[[\d,]*\]", b"", record) == b"." * 12
-
-
-@pytest.mark.parametrize("kind", ["positions", "lanes"])
-def test_ledgers_of_older_versions_are_read(tmp_path: Path, kind: str) -> None:
-    shutil.copytree(OLD / kind, tmp_path / kind)
-    run = read_run(tmp_path / kind)
-    assert run.exact and run.steps == (30 if kind == "positions" else 12)
-    assert all(mark.figures is None for one in run.every for _, marks in one.marks.values() for mark in marks)
-    assert sum(len(marks) for one in run.every for _, marks in one.marks.values()) == (5 if kind == "positions" else 2)
-    if kind == "positions":
-        assert run.attempts == 2 and run.epochs[0].complete and run.epochs[0].again == 20
 
 
 def test_processes_of_this_machine_are_known_to_be_gone() -> None:

@@ -32,8 +32,10 @@ def told(run: Run, epoch: int = 0) -> tuple[int, int, int, int, int]:
     return proof.once, proof.repeated, proof.never, proof.dropped, proof.pending
 
 
-def at(loader: midepoch.Loader, position: int) -> dict[str, Any]:
-    return {**loader.state_dict(), "position": position}
+def at(loader: midepoch.Loader, position: int, epoch: int = 0) -> dict[str, Any]:
+    size = (loader.batch_size or 1) * loader.shard.count
+    cursor = {"0": {"taken": position}} if position else {}
+    return {**loader.state_dict(), "epoch": epoch, "cursor": cursor, "steps": position // size + epoch * -(-40 // size)}
 
 
 def test_a_restore_that_lands_in_the_next_epoch_takes_back_the_rest_of_the_old_one(
@@ -81,7 +83,7 @@ def test_loaders_made_again_in_one_process_come_one_after_the_other(ds: midepoch
         take(again, steps)
     assert told(read_run(tmp_path)) == (28, 0, 0, 0, 12)
     last = ds.loader(4, audit=tmp_path)
-    last.load_state_dict({**state, "position": 32})
+    last.load_state_dict(at(last, 32))
     take(last, 2)
     assert told(read_run(tmp_path)) == (36, 0, 4, 0, 0)
 
@@ -117,7 +119,7 @@ def test_ranks_a_step_apart_over_the_end_of_an_epoch(ds: midepoch.Dataset, tmp_p
     assert told(read_run(tmp_path)) == (36, 0, 0, 0, 4) and read_run(tmp_path).exact
     third = [ds.loader(4, rank=r, world_size=2, audit=Ledger(tmp_path, attempt="2")) for r in range(2)]
     for loader in third:
-        loader.load_state_dict({**loader.state_dict(), "epoch": 1, "position": 8})
+        loader.load_state_dict(at(loader, 8, 1))
         take(loader, 1)
     assert told(read_run(tmp_path)) == (36, 0, 4, 0, 0)
 
@@ -126,7 +128,7 @@ def test_a_rank_without_a_record(ds: midepoch.Dataset, tmp_path: Path) -> None:
     for rank in range(2):
         list(ds.loader(4, rank=rank, world_size=3, audit=Ledger(tmp_path, attempt="1")))
     run = read_run(tmp_path)
-    assert told(run) == (27, 0, 13, 0, 0) and run.problems == ["epoch 0 from position 0: no record of rank 2 of 3"]
+    assert told(run) == (27, 0, 13, 0, 0) and run.problems == ["epoch 0 after step 0: no record of rank 2 of 3"]
 
 
 def test_tensor_parallel_processes_count_once(
@@ -278,7 +280,7 @@ def test_marks_may_be_torn(ds: midepoch.Dataset, tmp_path: Path, monkeypatch: py
     (path,) = tmp_path.glob("*.ledger")
     content = path.read_bytes().rstrip(b"\0")
     assert content.count(b"@") == 5
-    first = content.index(b".", content.index(b"}"))
+    first = content.index(b".", content.index(b"\n", 1))
     for cut in range(first, len(content)):
         path.write_bytes(content[:cut])
         steps = content[first:cut].count(b".")

@@ -14,7 +14,7 @@ from midepoch.audit import EpochProof, Ledger, read_run
 from midepoch.order.intervals import Intervals
 
 ROWS, KEPT = 92, 61
-STEPS: dict[str, Any] = {"steps": range(2, 4)}
+STEPS: dict[str, Any] = {"steps": range(3, 5)}
 
 
 @pytest.fixture
@@ -108,14 +108,15 @@ def test_what_is_dropped_at_the_end_beside_exclusions(data: str) -> None:
 
 
 def test_what_was_neither_excluded_nor_acknowledged_is_found(data: str) -> None:
-    """The state says of 8 positions too many that they are done."""
+    """The state says of 8 positions too many that they were acknowledged ahead."""
     loader = start(data, 1)
     loader.exclude(**STEPS)
     acknowledge(loader, 1)
     state = loader.state_dict()
-    done = Intervals.decode(state["done"])
-    assert (done.starts.tolist(), done.stops.tolist()) == ([16], [32])
-    acknowledge(start(data, 2, state={**state, "done": Intervals.of(16, 40).encode()}))
+    excluded = Intervals.decode(state["cursor"]["0"]["excluded"])
+    assert (excluded.starts.tolist(), excluded.stops.tolist()) == ([16], [32])
+    lane = {**state["cursor"]["0"], "ahead": Intervals.of(32, 40).encode()}
+    acknowledge(start(data, 2, state={**state, "cursor": {"0": lane}}))
     found = proof(data)
     assert not found.exact
     assert (found.never, found.excluded, found.examples) == (8, 16, tuple(range(32, 40)))

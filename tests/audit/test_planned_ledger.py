@@ -13,7 +13,7 @@ import pytest
 import midepoch
 from data import write_arrow
 from midepoch import audit
-from midepoch.audit import planned as ledger_of_batches
+from midepoch.audit import orders
 
 ROWS = 300
 MAKERS: dict[str, Callable[..., midepoch.Loader]] = {
@@ -68,7 +68,7 @@ def test_the_ledger_proves_and_names_every_row(name: str, ds: midepoch.Dataset, 
     history = audit.read_run(folder)
     (proof,) = history.epochs
     assert history.exact and proof.complete and not history.problems
-    assert proof.again > 0 and history.unit == ("batches" if name in ("tokens", "balanced", "varlen") else "rows")
+    assert proof.again > 0 and history.unit == "rows" and proof.once == ROWS
     steps = [[rank[step] for rank in first] for step in range(5)]
     steps += [[rank[step] if step < len(rank) else [] for rank in rest] for step in range(max(map(len, rest)))]
     assert history.steps == len(steps)
@@ -92,15 +92,15 @@ def test_a_gap_is_seen(ds: midepoch.Dataset, tmp_path: Path) -> None:
     later, newer = run(ds, "tokens", tmp_path / "away", 2, 3, state, "b")
     run(ds, "tokens", tmp_path / "run", 2, None, newer, "c")
     history = audit.read_run(tmp_path / "run")
-    assert not history.exact and history.epochs[0].never == sum(map(len, later))
+    assert not history.exact and history.epochs[0].never == sum(len(ids) for rank in later for ids in rank)
 
 
 def test_an_epoch_whose_batches_are_not_counted(
     ds: midepoch.Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As for very many rows: exact so far, complete at its end; rows are not named."""
-    monkeypatch.setattr("midepoch.audit.ledger.MOST_ROWS", 10)
-    monkeypatch.setattr(ledger_of_batches, "MOST_ROWS", 10)
+    monkeypatch.setattr("midepoch.loader.counting.MOST_ROWS", 10)
+    monkeypatch.setattr(orders, "MOST_ROWS", 10)
     _, state = run(ds, "tokens", tmp_path / "run", 2, 5, None, "a")
     half = audit.read_run(tmp_path / "run")
     assert half.exact and not half.epochs[0].complete and half.epochs[0].once == 10
@@ -117,3 +117,29 @@ def test_passes_of_steps_are_one_run(ds: midepoch.Dataset, tmp_path: Path) -> No
         assert len(list(loader)) == 5
     history = audit.read_run(tmp_path / "run")
     assert history.exact and history.steps == 50 and [one.complete for one in history.epochs] == [True, False]
+
+
+def test_every_epoch_is_judged_by_its_own_batches(ds: midepoch.Dataset, tmp_path: Path) -> None:
+    """Epochs have different numbers of batches, and the budget may change: what is compared is rows."""
+    loader = MAKERS["tokens"](ds, audit=tmp_path / "run")
+    assert len(list(loader)) != len(list(loader)) or len(list(loader))
+    history = audit.read_run(tmp_path / "run")
+    assert history.exact and [proof.complete for proof in history.epochs[:2]] == [True, True]
+    assert [proof.once for proof in history.epochs[:2]] == [ROWS, ROWS]
+
+
+def test_rows_that_another_budget_leaves_out_are_found(ds: midepoch.Dataset, tmp_path: Path) -> None:
+    first = MAKERS["tokens"](ds, audit=audit.Ledger(tmp_path / "run", attempt="a"))
+    batches = iter(first)
+    seen = sum(len(next(batches)["id"]) for _ in range(7))
+    state = first.state_dict()
+    second = ds.loader(max_tokens=130, bucket_window=60, audit=audit.Ledger(tmp_path / "run", attempt="b"))
+    second.load_state_dict(state)
+    rest = iter(second)
+    seen += sum(len(next(rest)["id"]) for _ in range(2))
+    assert audit.read_run(tmp_path / "run").epochs[0].once == seen
+    second.set_epoch(1)  # the rest of epoch 0 is left out
+    list(second)
+    history = audit.read_run(tmp_path / "run")
+    assert not history.exact and (history.epochs[0].once, history.epochs[0].never) == (seen, ROWS - seen)
+    assert history.epochs[1].complete and history.epochs[1].exact

@@ -15,6 +15,7 @@ import midepoch
 from data import write_parquet
 from midepoch.audit import Ledger
 from midepoch.checkpoint import PipelineCheckpoint
+from states import at_row
 
 
 @pytest.fixture
@@ -60,7 +61,7 @@ def test_audit_finds_what_is_wrong_and_says_what_cannot_be_looked_at(small_files
     ds = midepoch.from_files(small_files)
     for number, position in enumerate([0, 10]):
         loader = ds.loader(3, audit=Ledger(tmp_path, attempt=str(number)))
-        loader.load_state_dict({**loader.state_dict(), "position": position})
+        loader.load_state_dict(at_row(loader.state_dict(), position))
         next(loader)
         next(loader)
     found = call("audit", tmp_path)
@@ -156,7 +157,7 @@ def test_plan_of_lanes_gives_each_machine_its_own_blocks(tmp_path: Path) -> None
     assert [machine.blocks for machine in plan.machines] == [10, 10, 10, 10]
     other = plan_resume(ds.state_dict(), ds, world_size=3, batch_size=5, machines=3)
     assert [machine.blocks for machine in other.machines] == [40, 40, 40]  # lanes that are nobody's own
-    later = {**ds.state_dict(), "position": 200}
+    later = at_row(ds.state_dict(), 200)
     assert [m.blocks for m in plan_resume(later, ds, world_size=4, batch_size=5, machines=4).machines] == [6, 6, 6, 6]
 
 

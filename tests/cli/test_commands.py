@@ -19,6 +19,7 @@ from midepoch.errors import StateError
 from midepoch.stats import Stats
 from midepoch.tools.bench import Trial, advise
 from midepoch.tools.describe import describe, differences
+from states import at_row
 
 COMMANDS = ["info", "peek", "index", "bench", "inspect", "diff", "verify", "plan", "report", "watch", "audit", "doctor"]
 
@@ -122,7 +123,7 @@ def test_inspect_and_verify_checkpoints(files: list[Path], tmp_path: Path) -> No
 
 def test_diff(state: Path, files: list[Path], tmp_path: Path) -> None:
     ds = midepoch.from_files(list(map(str, files)))
-    (tmp_path / "later.json").write_text(json.dumps({**json.loads(state.read_text()), "position": 90}))
+    (tmp_path / "later.json").write_text(json.dumps(at_row(json.loads(state.read_text()), 90)))
     found = call("diff", state, tmp_path / "later.json")
     assert found.exit_code == 0 and "does not matter" in found.output
     assert call("diff", state, state).output.startswith("the same position")
@@ -251,7 +252,7 @@ def test_steps_left_by_ends_and_states_of_ranks(state: Path, tmp_path: Path) -> 
     assert of_json("inspect", state, "--batch-size", 32)["steps_left"] == 8
     assert of_json("inspect", state, "--batch-size", 32, "--last-batch", "drop")["steps_left"] == 7
     one = json.loads(state.read_text())
-    (tmp_path / "ranks.json").write_text(json.dumps([{**one, "position": 300}, {**one, "epoch": 1, "position": 0}]))
+    (tmp_path / "ranks.json").write_text(json.dumps([at_row(one, 300), at_row(one, 0, epoch=1)]))
     told = of_json("inspect", tmp_path / "ranks.json")
     assert told["epoch"] == 1 and told["next_row"] is not None
 

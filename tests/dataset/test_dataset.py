@@ -10,6 +10,7 @@ import pytest
 
 import midepoch
 from data import write_parquet
+from states import at_row
 
 
 @pytest.fixture
@@ -131,7 +132,7 @@ def test_loading_and_then_mapping_keeps_the_place(ds: midepoch.Dataset) -> None:
     source = ds.shuffle(seed=1)
     next(iter(source))
     whole = ids(source)
-    state = {**source.state_dict(), "position": 20}
+    state = at_row(source.state_dict(), 20)
     source.load_state_dict(state)
     assert ids(source.map(lambda row: {}).with_format("python").select_columns(["id"])) == whole[20:]
 
@@ -157,7 +158,7 @@ def test_set_epoch_after_loading(ds: midepoch.Dataset) -> None:
 def test_peeking_after_loading_loses_nothing(ds: midepoch.Dataset) -> None:
     source = ds.shuffle(seed=1)
     whole = ids(source)
-    source.load_state_dict({**source.state_dict(), "position": 30})
+    source.load_state_dict(at_row(source.state_dict(), 30))
     next(iter(source))
     assert ids(source) == whole[30:]
     assert ids(source) == whole  # then a whole epoch
@@ -221,14 +222,14 @@ def test_repr_is_honest(ds: midepoch.Dataset) -> None:
         "columns: from a map; format=torch)"
     )
     next(iter(ds))
-    ds.load_state_dict({**ds.state_dict(), "position": 5})
+    ds.load_state_dict(at_row(ds.state_dict(), 5))
     assert "at epoch 0, position 5 of 37" in repr(ds)
 
 
 def test_pickles_small_and_with_its_place(make_files: Callable[..., list[str]]) -> None:
     ds = midepoch.from_files(make_files([3000], block=1)).shuffle(seed=1)
     whole = ids(ds)
-    ds.load_state_dict({**ds.state_dict(), "position": 2990})
+    ds.load_state_dict(at_row(ds.state_dict(), 2990))
     data = pickle.dumps(ds)
     assert len(data) < 1500
     assert ids(pickle.loads(data)) == whole[2990:]
@@ -303,7 +304,7 @@ def test_rows_before_one_that_fails_are_delivered(small_files: list[str], bad: i
 def test_a_loaded_position_is_not_lost_by_a_later_step(ds: midepoch.Dataset) -> None:
     source = ds.shuffle(seed=1)
     whole = [row["id"] for row in source]
-    source.load_state_dict({**source.state_dict(), "position": 10})
+    source.load_state_dict(at_row(source.state_dict(), 10))
     with pytest.raises(ValueError, match="then load the state"):
         source.take(5)
     assert sorted(row["id"] for i in range(2) for row in source.shard(2, i)) == sorted(whole[10:])

@@ -56,7 +56,7 @@ def test_workers_that_nobody_listens_to(path: str) -> None:
 
     def passes() -> bool:
         next(iter(loader))
-        for mine in loader._sources._pool.crew._mine:
+        for mine in loader._feeds._pool.crew._mine:
             with socket.socket(fileno=os.dup(mine.fileno())) as end:
                 end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # it would take hundreds of passes
         found = [next(iter(loader))["id"] for _ in range(40)]
@@ -199,11 +199,11 @@ def test_what_was_left_behind_is_not_used_again(path: str, monkeypatch: pytest.M
     """A reader that comes back would put its block where the next pass looks for another one."""
     loader = kinds(path, "rows").loader(100)
     ids(loader, 2)
-    maker = loader._sources._maker
-    assert loader._sources._maker is maker is not None
+    maker = loader._feeds._maker
+    assert loader._feeds._maker is maker is not None
     monkeypatch.setattr("midepoch.loader.threads.join", lambda threads: False)
     ids(loader, 2)
-    assert loader._sources._maker is None
+    assert loader._feeds._maker is None
     monkeypatch.undo()
     loader.set_epoch(0)
     assert ids(loader, 2) == list(range(200))

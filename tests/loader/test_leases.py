@@ -166,7 +166,7 @@ def test_finished_leases_release_their_memory(data: str) -> None:
         oldest = next(items)
         deals = []
         for lease in items:
-            deals.append(weakref.ref(loader.delivered))  # type: ignore[arg-type]
+            deals.append(weakref.ref(loader._run.at))  # type: ignore[arg-type]
             lease.ack()
         loader.state_dict()
         assert len(deals) > 600
@@ -187,7 +187,7 @@ def test_max_out_waits_for_an_acknowledgement(data: str) -> None:
 
 
 def items_waits(loader: midepoch.Loader) -> None:
-    while loader.leases.wake is None:
+    while loader._leases.wake is None:
         time.sleep(0.001)
 
 
@@ -262,8 +262,6 @@ def test_blocks_are_used_as_blocks(data: str) -> None:
         loader.load_state_dict(loader.state_dict())
         with pytest.raises(MidepochError, match="load_state_dict"):
             next(items)
-    with pytest.raises(ValueError, match="steps_per_epoch"):
-        make(data, steps_per_epoch=5).lease()
     with pytest.raises(ValueError, match="max_out"):
         loader.lease(max_out=0)
 
@@ -557,7 +555,7 @@ def test_the_ledger_shows_what_was_skipped_or_acknowledged_twice(data: str, tmp_
             lease.ack()
         state = first.state_dict()
     later = make(data, 16, audit=Ledger(tmp_path / "a", attempt="2"))
-    later.load_state_dict({**state, "position": 96})  # 32 rows were never delivered
+    later.load_state_dict({**state, "cursor": {"0": {"taken": 96}}})  # 32 rows were never delivered
     with later.lease() as items:
         next(items).ack()
         later.state_dict()
@@ -601,7 +599,7 @@ def test_a_loader_that_is_gone_leaves_no_thread_and_no_folder(data: str) -> None
     loader = make(data)
     with loader.lease() as items:
         remote = pickle.loads(pickle.dumps(next(items)))
-    folder = Path(loader.leases.address()).parent
+    folder = Path(loader._leases.address()).parent
     (thread,) = set(threading.enumerate()) - before
     assert remote.ack()
     del loader, items

@@ -11,6 +11,7 @@ import torch
 
 import midepoch
 from midepoch.errors import MapError, MidepochError
+from states import at_row
 
 
 @pytest.fixture
@@ -67,7 +68,7 @@ def test_break_moves_nothing(ds: midepoch.Dataset) -> None:
     assert loader.state_dict()["position"] == 5
     assert ids(loader) == whole
     assert loader.epoch == 1
-    loader.load_state_dict({**loader.state_dict(), "epoch": 0, "position": 20})
+    loader.load_state_dict(at_row(loader.state_dict(), 20, epoch=0))
     next(iter(loader))  # a look at the first batch after a resume
     assert ids(loader) == whole[4:]
 
@@ -236,7 +237,7 @@ def test_a_loader_may_be_collected_in_its_own_reading_thread(ds: midepoch.Datase
     batches = iter(loader)
     next(batches)
     next(batches)
-    source = batches.source  # type: ignore[attr-defined]
+    source = batches.feed._source  # type: ignore[attr-defined]
     ended = []
 
     def end() -> None:

@@ -62,7 +62,7 @@ def test_packed_sequences(docs: midepoch.Dataset) -> None:
     ds = docs.select_columns(["tokens"]).filter(lambda row: row["tokens"] is not None and len(row["tokens"]) > 0)
     loader = ds.with_format("numpy").pack(64, "tokens", strategy="best_fit").loader(2)
     batches = sum(1 for _ in loader)
-    stats, figures = loader.stats(), loader.meter.figures()
+    stats, figures = loader.stats(), loader._meter.figures()
     assert figures.packed is not None and figures.places is not None and stats.tokens is not None
     assert loader.packing_efficiency == figures.packed / figures.places
     assert stats.token_slots == stats.rows * 64 and batches == stats.batches

@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 
 from data import Numbers, dataset_of
 from midepoch.order import Shard
+from midepoch.order.intervals import Intervals
 from midepoch.pipeline.chunk import materialize
-from midepoch.pipeline.cursor import Cursor, LaneCursor, LaneCursors
+from midepoch.pipeline.cursor import Cursor, LaneCursor, WindowAt
 from midepoch.pipeline.lanes import Lanes, Share, StepOutputs
 from midepoch.pipeline.leaf import Leaf
 from midepoch.pipeline.node import Node
@@ -26,30 +27,64 @@ from midepoch.transforms import Batch
 ROWS = 24
 
 
-def at(outputs: int, ended: bool = False) -> LaneCursor:
-    return LaneCursor(outputs, ended, [outputs, 0])
+def at(outputs: int, ended: bool = False, **done: Intervals) -> LaneCursor:
+    return LaneCursor(outputs, [outputs, 0], ended=ended, **done)
 
 
 def test_a_cursor_is_begun_unless_it_is_the_beginning_of_an_epoch() -> None:
-    assert not Cursor().begun and not Cursor(epoch=3).begun
-    assert Cursor(position=1).begun
-    assert Cursor(lanes=LaneCursors({0: at(0)})).begun  # rows were dropped, and nothing was delivered
+    assert not Cursor().begun and not Cursor(epoch=3, steps=9).begun
+    assert Cursor(lanes={0: LaneCursor(1)}).begun
+    assert Cursor(lanes={0: at(0)}).begun  # rows were dropped, and nothing was delivered
+
+
+def test_a_cursor_of_rows_is_begun_if_a_row_is_taken_or_done() -> None:
+    assert Cursor.at_row(3, LaneCursor(), 9) == Cursor(3, steps=9)
+    assert not Cursor.at_row(0, LaneCursor(0, WindowAt())).begun
+    later = Intervals.of(5, 7)
+    for lane in (
+        LaneCursor(1),
+        LaneCursor(excluded=later),
+        LaneCursor(ahead=later),
+        LaneCursor(0, WindowAt(LaneCursor(4))),
+        LaneCursor(0, WindowAt(LaneCursor(excluded=later))),
+    ):
+        cursor = Cursor.at_row(2, lane, 9)
+        assert cursor.begun and (cursor.epoch, cursor.lane, cursor.steps) == (2, lane, 9)
+
+
+def test_the_position_is_what_the_known_lanes_have_taken() -> None:
+    assert Cursor(4).position == 0 and Cursor(4).lane == LaneCursor()
+    assert Cursor.at_row(0, LaneCursor(192), 3).position == 192
+    assert Cursor(0, {1: at(3), 3: at(2, True)}).position == 5
+
+
+def test_what_is_done_is_excluded_or_ahead_until_it_is_passed() -> None:
+    lane = at(2, excluded=Intervals.of(4, 6), ahead=Intervals.of(5, 9))
+    assert lane.done.positions().tolist() == [4, 5, 6, 7, 8]
+    assert Cursor(0, {1: at(3), 3: lane}).has_done and not Cursor(0, {1: at(3)}).has_done
+    moved = lane.moved(6, [7, 0])
+    assert (moved.taken, moved.at, moved.ended) == (6, [7, 0], False)
+    assert not moved.excluded and moved.ahead.positions().tolist() == [6, 7, 8]
+    assert lane.moved(9, [9, 0], ended=True) == at(9, True)
 
 
 def test_lanes_have_ended_when_all_that_are_known_have() -> None:
-    assert not Cursor(position=9).lanes_ended
-    assert not Cursor(0, 5, LaneCursors({0: at(3, True), 1: at(2)})).lanes_ended
-    both = LaneCursors({1: at(3, True), 3: at(2, True)}, Shard(1, 2))
-    assert Cursor(0, 5, both).lanes_ended
+    assert not Cursor().lanes_ended
+    assert not Cursor(lanes={0: LaneCursor(9)}).lanes_ended
+    assert not Cursor(0, {0: at(3, True), 1: at(2)}).lanes_ended
+    assert Cursor(0, {1: at(3, True), 3: at(2, True)}).lanes_ended
 
 
 def test_at_end_keeps_all_but_what_is_left() -> None:
-    cursor = Cursor(2, 5, LaneCursors({1: at(3, True), 3: at(2)}, Shard(1, 2)))
+    cursor = Cursor(2, {1: at(3, True), 3: at(2, excluded=Intervals.of(4, 6), ahead=Intervals.of(7, 8))}, 6)
     ended = cursor.at_end()
     assert ended.lanes_ended and not cursor.lanes_ended
-    assert ended.lanes is not None and ended.lanes.by_lane == {1: at(3, True), 3: at(2, True)}
-    assert (ended.epoch, ended.position, ended.lanes.known) == (2, 5, Shard(1, 2))
-    assert Cursor(1, 4).at_end() == Cursor(1, 4)
+    assert ended == Cursor(2, {1: at(3, True), 3: at(2, True)}, 6) and ended.position == 5
+    assert Cursor(1, steps=4).at_end() == Cursor(1, steps=4)
+
+
+def test_the_next_epoch_keeps_the_steps() -> None:
+    assert Cursor(2, {1: at(3, True)}, 6).next_epoch() == Cursor(3, {}, 6)
 
 
 @given(lanes=st.integers(1, 12), world=st.integers(1, 12))
@@ -147,9 +182,7 @@ def test_the_cursor_after_any_output_resumes_with_the_next(
         delivered = min(own, len(ids(step)))
         cursor = step.cursor(delivered)
         assert ids(step)[:delivered] + ids(opened(times, cursor, lanes, shard).take(2 * ROWS)) == whole
-        assert cursor.lanes is not None and cursor.lanes.known == Share.of(lanes, shard).lanes
-        outputs = sum(lane.outputs for lane in cursor.lanes.by_lane.values())
-        assert cursor.position == outputs * cursor.lanes.known.count
+        assert sorted(cursor.lanes) == Share.of(lanes, shard).lanes.positions(0, lanes).tolist()
 
 
 @given(lanes=st.integers(1, 4), world=st.integers(1, 4), times=any_times)
@@ -190,8 +223,7 @@ def test_the_cursor_of_a_slice_has_the_number_of_the_next_output(
     if step is not None:
         count = min(count, len(expected) - 1)
         cursor = step.cursor(count)
-        assert cursor.lanes is not None
-        [[_, skipped], taken] = cursor.lanes.by_lane[0].cursor
+        [[_, skipped], taken] = cursor.lane.at
         assert (skipped, taken) == (start + count, count)
         assert ids(opened(times, cursor, 1, None, *stages).take(ROWS)) == expected[count:]
 
@@ -200,4 +232,4 @@ def test_a_dataset_saves_the_cursor_that_it_resumes_from(numbers: Numbers) -> No
     ds = numbers(0, 20).filter(lambda row: row["n"] % 3 > 0).skip(2).take(5)
     rows = iter(ds)
     assert [next(rows)["n"] for _ in range(3)] == [4, 5, 7]
-    assert ds.state_dict()["flow"] == "[[0,3,0,[[[8,0],5],3]]]"
+    assert ds.state_dict()["cursor"] == {"0": {"taken": 3, "at": [[[8, 0], 5], 3]}}

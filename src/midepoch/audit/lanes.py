@@ -58,6 +58,10 @@ def _flatten(at: At, values: list[Any], shape: list[int]) -> None:
         shape.append(len(at))
 
 
+Values = tuple[list[Any], list[int]]
+"""The numbers of a record, and what of its shape may change from step to step."""
+
+
 class Places(NamedTuple):
     """Where the lanes of a rank are after a step: a mark of each, and the outputs that it has taken."""
 
@@ -86,7 +90,7 @@ class LaneRecorder:
         self.numbers = numbers
         self.begin = {number: [lane.taken, nested(lane.at)] for number, lane in known.items()}
         self.ended = [number for number, lane in known.items() if lane.ended]
-        self._before: list[tuple[list[Any], list[int]] | None] = [None] * len(numbers)
+        self.before: list[Values | None] = [None] * len(numbers)
         self.pending: list[Places] = []
         """For each step that is not written yet, where the lanes are, in the order of their numbers."""
 
@@ -96,37 +100,41 @@ class LaneRecorder:
             return False
         return len(self.pending) >= _MOST_PENDING or any(map(_differ, self.pending[0].marks, places.marks))
 
-    def record(self) -> bytes:
-        """Return the bytes to write for all pending steps, and forget them."""
-        pending, self.pending = self.pending, []
-        if not pending:
-            return b""
-        marks, taken = (zip(*columns, strict=True) for columns in zip(*pending, strict=True))
-        texts = (";".join(self._texts(lane, *both)) for lane, both in enumerate(zip(marks, taken, strict=True)))
-        return b"{%b}" % "|".join(texts).encode()
+    def record(self) -> tuple[bytes, list[Values | None]]:
+        """Return the bytes to write for all pending steps, and what the next ones are compared with.
 
-    def _texts(self, lane: int, marks: Sequence[Any], taken: Sequence[int]) -> list[str]:
-        before, table = self._before[lane], None
-        if before is not None and isinstance(marks[0], tuple) and all(mark[0] is marks[0][0] for mark in marks):
-            table = marks[0][0].table
-        if before is None or table is None or before[1]:
-            return [self._text(lane, [count, at_mark(mark)]) for mark, count in zip(marks, taken, strict=True)]
+        Both take effect when the bytes are written: an interrupt may come before.
+        """
+        before = list(self.before)
+        marks, taken = (zip(*columns, strict=True) for columns in zip(*self.pending, strict=True))
+        texts = [";".join(_texts(before, lane, *both)) for lane, both in enumerate(zip(marks, taken, strict=True))]
+        return b"{%b}" % "|".join(texts).encode(), before
+
+
+def _texts(befores: list[Values | None], lane: int, marks: Sequence[Any], taken: Sequence[int]) -> list[str]:
+    """Return the records of a lane over some steps. ``befores``: the values before, which are replaced."""
+    before, table = befores[lane], None
+    if before is not None and isinstance(marks[0], tuple) and all(mark[0] is marks[0][0] for mark in marks):
+        table = marks[0][0].table
+    values = None
+    if before is not None and table is not None and not before[1]:
         values = table(np.array([outputs for _, outputs in marks], dtype=np.int64), False)
-        if values.shape[1] + 1 != len(before[0]):
-            return [self._text(lane, [count, at_mark(mark)]) for mark, count in zip(marks, taken, strict=True)]
-        values = np.concatenate([np.array(taken, np.int64)[:, None], values], axis=1)
-        self._before[lane] = (values[-1].tolist(), [])
-        differences = np.diff(values, axis=0, prepend=np.array([before[0]], dtype=np.int64)).tolist()
-        return [",".join([str(value) if value else "" for value in row]) for row in differences]
+    if before is None or values is None or values.shape[1] + 1 != len(before[0]):
+        return [_text(befores, lane, [count, at_mark(mark)]) for mark, count in zip(marks, taken, strict=True)]
+    values = np.concatenate([np.array(taken, np.int64)[:, None], values], axis=1)
+    befores[lane] = (values[-1].tolist(), [])
+    differences = np.diff(values, axis=0, prepend=np.array([before[0]], dtype=np.int64)).tolist()
+    return [",".join([str(value) if value else "" for value in row]) for row in differences]
 
-    def _text(self, lane: int, at: At) -> str:
-        values: list[Any] = []
-        shape: list[int] = []
-        _flatten(at, values, shape)
-        before, self._before[lane] = self._before[lane], (values, shape)
-        if before is None or len(before[0]) != len(values) or before[1] != shape:
-            return "=" + json.dumps(nested(at), separators=(",", ":"))
-        return ",".join([str(a - b) if a != b else "" for a, b in zip(values, before[0], strict=True)])
+
+def _text(befores: list[Values | None], lane: int, at: At) -> str:
+    values: list[Any] = []
+    shape: list[int] = []
+    _flatten(at, values, shape)
+    before, befores[lane] = befores[lane], (values, shape)
+    if before is None or len(before[0]) != len(values) or before[1] != shape:
+        return "=" + json.dumps(nested(at), separators=(",", ":"))
+    return ",".join([str(a - b) if a != b else "" for a, b in zip(values, before[0], strict=True)])
 
 
 def _differ(mark: Any, other: Any) -> bool:

@@ -80,7 +80,7 @@ class Ledger:
         self._pages: mmap.mmap | None = None
         self._lanes: LaneRecorder | None = None
         self._how = "fresh"
-        """How the run comes to its next pass: "fresh", "loaded" or "looked" if it goes back there, else "on"."""
+        """How the run comes to its next pass: it is "fresh", a state was "loaded", or it goes "on"."""
         self._origin: Any = Cursor()
         """The place after the last batch recorded, or of a loaded state."""
         self.documents = DocumentRecorder()
@@ -115,10 +115,6 @@ class Ledger:
         if self._how == "fresh":
             self._origin = cursor
 
-    def looked(self) -> None:
-        """Note that the last pass was only a look at its first batch, and is taken back."""
-        self._how = "looked" if self._how == "on" else self._how
-
     def begin(
         self,
         spec: PipelineSpec,
@@ -143,7 +139,7 @@ class Ledger:
         self._ends = until == UNKNOWN  # then the end is recorded when it is reached
         self._rows = (stream_name(spec, self.name), shard.index)
         origin = self._origin if isinstance(self._origin, Cursor) else self._origin.cursor()
-        how = self._how
+        how = "loaded" if load else "fresh" if self._how == "fresh" else "on"
         header: dict[str, Any] = {
             **header_of(spec, cursor, origin, batching, until, leased),
             "process": process_name(),
@@ -176,7 +172,7 @@ class Ledger:
             self._write(b"\n" + json.dumps(header, separators=(",", ":")).encode() + b"\n")
             return
         before, _latest[self._rows] = _latest.get(self._rows), self
-        self._beside = how == "on" and before not in (None, self)
+        self._beside = self._how == "on" and before not in (None, self)
         if before is not None and before is not self:
             before._beside = True  # if it continues with its own pass after this
         self._began = self._last = self._synced = time.monotonic()
@@ -240,8 +236,11 @@ class Ledger:
 
     def flush(self) -> None:
         """Write the cursors of the lanes that are pending: a state is saved, or another pass begins."""
-        if self._lanes is not None and self._lanes.pending:
-            self._write(self._lanes.record())
+        lanes = self._lanes
+        if lanes is not None and lanes.pending:
+            record, before = lanes.record()
+            self._write(record)
+            lanes.pending, lanes.before = [], before  # no call between: an interrupt does not come here
 
     def leave(self) -> None:
         """Write what is pending: a pass ends, or is left."""

@@ -48,17 +48,10 @@ def _place_of(run: Run, step: int) -> _Place:
         raise DataNotFoundError(f"there is no step {step}: the run has {run.steps:,} steps.")
     for number in reversed(range(len(run.generations))):
         one, before = run.generations[number], run.first_steps[number]
-        if before < step <= before + max(one.kept_steps, _reach(one)):
-            return _Place(number, one, step - 1 - before)
+        place = step - 1 - before
+        if 0 <= place < one.reach and any(one.received(rank, place) for rank in one.of_rank):
+            return _Place(number, one, place)
     raise DataNotFoundError(f"step {step} is not recorded: the ledger of the run begins later.")
-
-
-def _reach(one: Generation) -> int:
-    """Return the steps of a pass of leases up to the last that was delivered, with those that it left out."""
-    return max(
-        (int(record.delivered.stops[-1]) - record.first for record in one.leases.values() if record.delivered),
-        default=0,
-    )
 
 
 def _check_ranks(run: Run) -> None:
@@ -75,21 +68,11 @@ def _check_ranks(run: Run) -> None:
             )
 
 
-def _check_delivered(one: Generation, place: int, step: int) -> None:
-    """Raise DataNotFoundError if all ranks had acknowledged a step of a pass before it."""
-    if not any(one.received(rank, place) for rank in one.of_rank):
-        raise DataNotFoundError(
-            f"step {step} was acknowledged before this block of leases began: its rows were not delivered again. "
-            "They are those of an earlier step."
-        )
-
-
 def documents_of_step(run: Run, step: int) -> list[Document] | None:
     """Return the documents of a step, or None if they are not recorded."""
     _, one, place = _place_of(run, step)
     if not one.documents:
         return None
-    _check_delivered(one, place, step)
     documents: list[Document] = []
     for rank, (records, passed) in sorted(one.documents.items()):
         if one.received(rank, place):
@@ -120,7 +103,7 @@ def documents_of_row(run: Run, row: int, source: int | str) -> list[Document] | 
                 if table is not None and place < one.kept_steps and one.received(rank, place):
                     found = _documents(run, one, table, before + place + 1, rank)
                     documents += [each for each in found if (each.source, each.row) == (leaf, row)]
-    return sorted(documents)
+    return sorted(set(documents))  # a lease that was delivered again keeps its number
 
 
 def _documents(run: Run, one: Generation, table: DocumentTable, step: int, rank: int) -> Iterator[Document]:
@@ -133,7 +116,6 @@ def _documents(run: Run, one: Generation, table: DocumentTable, step: int, rank:
 def rows_of_step(run: Run, step: int) -> list[Delivery]:
     """Return the rows of a step, in the order of their positions."""
     number, one, place = _place_of(run, step)
-    _check_delivered(one, place, step)
     if one.in_lanes:
         if all(track.recorded <= place < track.delivered for track in one.tracks.values()):
             raise DataNotFoundError(
@@ -144,7 +126,7 @@ def rows_of_step(run: Run, step: int) -> list[Delivery]:
     found: list[tuple[int, int]] = []
     for rank in one.of_rank:
         if one.received(rank, place):
-            own = own_positions(run.plan_of(one), range(place, place + 1), Shard(rank, one.shape.ranks))
+            own = own_positions(run.rows_plan(one), range(place, place + 1), Shard(rank, one.shape.ranks))
             found += [(position, rank) for position in own.tolist()]
     if not one.shape.batching.budget:
         found.sort()
@@ -173,22 +155,22 @@ def steps_of_row(run: Run, row: int, source: int) -> list[Delivery]:
         positions = run.order_of(one).source.at(one.shape.epoch).positions_of(row).tolist()
         for position in positions:
             deliveries += _steps_with(run, one, before, position, row)
-    return deliveries
+    return list(dict.fromkeys(deliveries))  # a lease that was delivered again keeps its number
 
 
 def _steps_with(run: Run, one: Generation, before: int, position: int, row: int) -> Iterator[Delivery]:
     """Yield the step of a pass over positions that delivered a position, if one did."""
-    plan = run.plan_of(one)
+    plan = run.rows_plan(one)
     unit = plan.batches.batch_of(position) if isinstance(plan, TokenPlan) else position
     if unit is None or unit < plan.first_lane.taken or plan.done.contains_one(unit):
         return
-    low, high = 0, max(one.kept_steps, _reach(one))
+    low, high = 0, one.reach
     turn = plan.done.before(unit)
     while low < high:  # the first step after which the unit is delivered
         middle = (low + high) // 2
         low, high = (low, middle) if int(plan.turns(np.array([middle + 1]))[0]) > turn else (middle + 1, high)
     for rank in one.of_rank:
-        if one.received(rank, low) and low < max(one.kept_steps, _reach(one)):
+        if one.received(rank, low) and low < one.reach:
             own = own_positions(plan, range(low, low + 1), Shard(rank, one.shape.ranks))
             if (own == position).any():
                 yield Delivery(before + low + 1, one.shape.epoch, position, rank, row)

@@ -41,6 +41,8 @@ class Generation:
     """Times of the first and the last record, as far as they are known."""
     kept_steps: int = 0
     """Steps that the run kept: those that no later pass took back."""
+    how_after_look: str = ""
+    """The way in which the run came to it, if a look before it was taken back."""
 
     @property
     def first(self) -> Passed:
@@ -84,10 +86,16 @@ class Generation:
         return max(self.steps.values())
 
     @property
+    def reach(self) -> int:
+        """Steps that the run kept or, of leases, up to the last that was delivered, with those that it left out."""
+        records = [record for record in self.leases.values() if record.delivered]
+        return max((int(record.delivered.stops[-1]) - record.first for record in records), default=self.kept_steps)
+
+    @property
     def how(self) -> str:
         """The way in which the run came to it: if one rank loaded a state, all are assumed to have."""
         hows = {one.how for one in self.of_rank.values()}
-        return next(how for how in ("loaded", "fresh", "looked", "on") if how in hows)
+        return next(how for how in ("loaded", "fresh", "on") if how in hows)
 
     @property
     def tracks(self) -> dict[int, LaneTrack]:

@@ -47,6 +47,16 @@ class Claim(NamedTuple):
     done: Units
     excluded: Units
 
+    def of(self, lanes: set[int]) -> Claim:
+        """Return what it says of some lanes."""
+        return Claim(
+            {lane: self.done.get(lane, EMPTY) for lane in lanes},
+            {lane: self.excluded.get(lane, EMPTY) for lane in lanes},
+        )
+
+
+Stretch = tuple[tuple[int, int], int]
+
 
 class LeaseCounts(NamedTuple):
     """Counts of positions, or of outputs of lanes, in an epoch.
@@ -84,7 +94,7 @@ class EpochUnits:
 
     def go_back(self, claim: Claim) -> None:
         """Note that the run continues where a record claims that these units are done."""
-        for lane in self.kept.keys() | claim.done.keys() | claim.excluded.keys():
+        for lane in claim.done:
             kept, done = self.kept.get(lane, EMPTY), claim.done.get(lane, EMPTY)
             # What was excluded and passed is done, too. A state from before an exclusion takes it back.
             excluded = self.excluded.get(lane, EMPTY).minus(kept).intersection(done)
@@ -136,36 +146,143 @@ class EpochUnits:
         return sum(len(units.minus(self.kept.get(lane, EMPTY))) for lane, units in self.excluded.items())
 
 
-def units_by_epoch(records: Sequence[Generation], plans: Plans) -> dict[int, EpochUnits]:
-    """Return the units of each epoch after all records of a run, in their order."""
-    found: dict[int, EpochUnits] = {}
-    for one in records:
-        here = found.setdefault(one.shape.epoch, EpochUnits())
-        claim = claim_of(one, plans)
-        if one.how == "on":
-            here.exclude(claim)
-        else:
-            here.go_back(claim)
-            for epoch, later in found.items():
-                if epoch > one.shape.epoch:  # the run was there before, and comes there again
-                    later.go_back(Claim({}, {}))
-                    later.records.clear()
+class History:
+    """The history that the weights have: the units of each epoch, and the passes that were kept.
+
+    ``kept``: those passes, each with the number of its steps that no later record took back, and ``firsts``, the steps
+    of the run before each. A state that was loaded counts if a pass follows, or nothing; of several, the last one. A
+    pass of one batch may be a look, such as a sample to build the model from: it counts only if the run continues after
+    it, or if nothing follows.
+    """
+
+    def __init__(self, records: Sequence[Generation], plans: Plans) -> None:
+        self.epochs: dict[int, EpochUnits] = {}
+        self.kept: list[Generation] = []
+        self.firsts: list[int] = []
+        self._plans = plans
+        self._offset = 0  # steps before a loader that counts from 0, if every epoch has a new one
+        self._begun: set[tuple[Stretch, int, int]] = set()
+        load: Generation | None = None
+        look: Generation | None = None
+        turns = stretches(records)
+        for one in records:
+            if one.is_load:
+                load = one
+                continue
+            how = one.how
+            if look is not None:
+                how, look = self._judge(look, load or one, one.how, turns), None
+            if load is not None:
+                self._go_back(load, turns[id(load)])
+                load = None
+            if _is_look(one, plans):
+                one.how_after_look, look = how, one
+            else:
+                self._add(one, how, turns[id(one)])
+        if look is not None:
+            self._judge(look, load, "on", turns)
+        if load is not None:
+            self._go_back(load, turns[id(load)])
+
+    def _judge(self, look: Generation, following: Generation | None, how: str, turns: Mapping[int, Stretch]) -> str:
+        """Count a pass of one batch if the run continued after it.
+
+        ``following``: the record after it, or the state that was loaded. Return how the run came to the pass after it,
+        which says ``how``: after a look that is taken back, as it came to the look.
+        """
+        units, before = delivered_by(look, self._plans), look.how_after_look or look.how
+        if following is None or self._is_after(look, following, units):
+            self._add(look, before, turns[id(look)])
+            return how
+        here = self.epochs.setdefault(look.shape.epoch, EpochUnits())
+        here.again += sum(map(len, units.values()))
+        return before if how == "on" and not following.is_load else how
+
+    def _is_after(self, look: Generation, one: Generation, units: Units) -> bool:
+        """Return True if a record begins after a look, whose units are done there, and no others."""
+        if look.shape.epoch != one.shape.epoch:
+            return False
+        before, after = claim_of(look, self._plans), claim_of(one, self._plans).done
+        for lane, done in after.items():
+            own = units.get(lane, EMPTY)
+            known = own.union(before.done.get(lane, EMPTY), before.excluded.get(lane, EMPTY))
+            if own.minus(done) or done.minus(known):
+                return False
+        return True
+
+    def _go_back(self, one: Generation, stretch: Stretch) -> None:
+        """Continue where a record begins, without what was delivered after it."""
+        claim, epoch = claim_of(one, self._plans), one.shape.epoch
+        here = self.epochs.setdefault(epoch, EpochUnits())
+        fresh = {lane for lane in claim.done if (stretch, epoch, lane) not in self._begun}
+        self._begun |= {(stretch, epoch, lane) for lane in claim.done}
+        here.go_back(claim.of(fresh))
+        if fresh:
+            here.records.clear()
         here.records.append(one)
-        if not one.is_load:
-            here.deliver(delivered_by(one, plans))
-            here.leased += _leased(one, plans)
-            for lane, some in _acknowledged(one, plans, rejected=True).items():
-                here.rejected[lane] = here.rejected.get(lane, EMPTY).union(some)
+        for other, later in self.epochs.items():
+            if other > epoch and (stretch, other, -1) not in self._begun:  # the run was there, and comes there again
+                self._begun.add((stretch, other, -1))
+                later.go_back(Claim(dict.fromkeys(later.kept, EMPTY), {}))
+                later.records.clear()
+        if not fresh:
+            return
+        while self.kept and (self.kept[-1].shape.epoch, self.kept[-1].before) >= (epoch, one.before):
+            self.kept.pop().kept_steps = 0
+            self.firsts.pop()
+        last = self.kept[-1] if self.kept else None
+        if last is not None and last.shape.epoch == epoch and not last.leases:
+            last.kept_steps = min(last.kept_steps, one.before - last.before)
+
+    def _add(self, one: Generation, how: str, stretch: Stretch) -> None:
+        """Count the units of a pass."""
+        if how != "on":
+            self._go_back(one, stretch)
+            if how == "fresh":
+                self._offset = self.firsts[-1] + self.kept[-1].kept_steps - one.before if self.kept else 0
+        here, claim = self.epochs.setdefault(one.shape.epoch, EpochUnits()), claim_of(one, self._plans)
+        self._begun |= {(stretch, one.shape.epoch, lane) for lane in claim.done}
+        here.exclude(claim)
+        here.records += [one] if not any(one is other for other in here.records) else []
+        here.deliver(delivered_by(one, self._plans))
+        here.leased += _leased(one, self._plans)
+        for lane, some in _acknowledged(one, self._plans, rejected=True).items():
+            here.rejected[lane] = here.rejected.get(lane, EMPTY).union(some)
+        one.kept_steps = one.most_steps
+        self.kept.append(one)
+        self.firsts.append(self._offset + one.before)
+
+
+def _is_look(one: Generation, plans: Plans) -> bool:
+    """Return True if no rank received more than a first batch, of several."""
+    if one.most_steps > 1 or one.leases or any(record.finished for record in one.of_rank.values()):
+        return False
+    return one.in_lanes or plans.plan_of(one).has(1)
+
+
+def stretches(records: Sequence[Generation]) -> dict[int, Stretch]:
+    """Return the stretch of each record: a start of the run, and how often it went back before.
+
+    Ranks go back one after the other. What one has delivered since then is not taken back by another.
+    """
+    turns: dict[tuple[tuple[int, int], int], int] = {}
+    found = {}
+    for one in records:
+        start = one.beginning[:2]
+        for rank, record in one.of_rank.items():
+            if record.how != "on":
+                turns[start, rank] = turns.get((start, rank), -1) + 1
+        found[id(one)] = (start, max(turns.get((start, rank), 0) for rank in one.of_rank))
     return found
 
 
 def claim_of(one: Generation, plans: Plans) -> Claim:
     """Return what a record says of the units before it."""
     if one.in_lanes:
-        lanes = one.cursor.lanes
-        return Claim(
-            {number: _done(lane) for number, lane in lanes.items()}, {n: at.excluded for n, at in lanes.items()}
-        )
+        known, numbers = one.cursor.lanes, {number for track in one.tracks.values() for number in track.begin}
+        lanes = {number: known.get(number, LaneCursor()) for number in numbers}
+        done = {number: _done(lane) for number, lane in lanes.items()}
+        return Claim(done, {number: lane.excluded for number, lane in lanes.items()})
     lane = in_rows(one, one.cursor.lane, plans)
     excluded = lane.excluded.union(plans.excluded_positions(one).from_(lane.taken))
     return Claim({0: _done(lane).minus(lane.excluded)}, {0: excluded})
@@ -173,11 +290,10 @@ def claim_of(one: Generation, plans: Plans) -> Claim:
 
 def in_rows(one: Generation, lane: LaneCursor, plans: Plans) -> LaneCursor:
     """Return a cursor of a pass over positions in rows."""
-    if not one.shape.batching.budget or lane.at is None:
-        return lane if not one.shape.batching.budget else LaneCursor()
-    plan = plans.plan_of(one)
-    assert isinstance(plan, TokenPlan)
-    return plan.batches.in_rows(lane)
+    plan = plans.plan_of(one) if one.shape.batching.budget else None
+    if not isinstance(plan, TokenPlan):
+        return lane
+    return plan.batches.in_rows(lane) if lane.at is not None else LaneCursor()
 
 
 def _done(lane: LaneCursor) -> Intervals:

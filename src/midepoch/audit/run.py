@@ -16,13 +16,13 @@ from midepoch.audit.mixes import WeightChange, weight_changes
 from midepoch.audit.naming import Overlap, Report
 from midepoch.audit.orders import KnownOrder
 from midepoch.audit.passes import Generation, ledger_folder, read_generations
-from midepoch.audit.proof import EpochUnits, LeaseCounts, delivered_by, units_by_epoch, units_in
+from midepoch.audit.proof import EpochUnits, History, LeaseCounts, delivered_by, units_in
 from midepoch.errors import DataNotFoundError, StateError
 from midepoch.order import Shard
 from midepoch.order.budget import Budget
 from midepoch.order.intervals import EMPTY, Intervals
 from midepoch.pipeline.planned import PlannedEpoch, Planning, window_at
-from midepoch.pipeline.plans import Plan, TokenPlan
+from midepoch.pipeline.plans import UNKNOWN, Plan, TokenPlan
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,8 @@ class Run:
         self.streams = {one.shape.stream: one.first.name for one in generations}
         """All loaders that recorded in the folder, with the names that were given to them."""
         self._plans: dict[int, Plan | TokenPlan] = {}
-        self.generations, self.first_steps = _history(self._all)
+        history = History(self._all, self)
+        self.generations, self.first_steps, self._units = history.kept, history.firsts, history.epochs
         """The passes that the weights have seen, and the number of steps before each."""
 
     # Its parts
@@ -116,10 +117,27 @@ class Run:
         return Intervals.from_positions(source.at(one.shape.epoch).positions_of_rows(rows))
 
     def plan_of(self, one: Generation) -> Plan | TokenPlan:
-        """Return the steps of a pass over positions, as they were planned."""
+        """Return the steps of a pass over positions, as they were planned.
+
+        If the rows of batches by tokens are not known, it counts batches.
+        """
         if id(one) not in self._plans:
-            self._plans[id(one)] = self._made_plan(one)
+            try:
+                self._plans[id(one)] = self._made_plan(one)
+            except StateError:
+                ranks, ends, done = one.shape.ranks, one.shape.batching.ends, one.cursor.lane.done
+                end = UNKNOWN >> 1 if one.end == UNKNOWN else one.end
+                self._plans[id(one)] = Plan.of(one.cursor, end, 1, ranks, ends, done)
         return self._plans[id(one)]
+
+    def rows_plan(self, one: Generation) -> Plan | TokenPlan:
+        """Return the steps of a pass over positions. Raises StateError if the rows of their batches are not known."""
+        plan = self.plan_of(one)
+        return plan if not self._counts_batches(one) else self._made_plan(one)
+
+    def _counts_batches(self, one: Generation) -> bool:
+        """Return True if the rows of batches by tokens are not known."""
+        return not one.in_lanes and bool(one.shape.batching.budget) and not isinstance(self.plan_of(one), TokenPlan)
 
     def _made_plan(self, one: Generation) -> Plan | TokenPlan:
         batching, cursor, ranks = one.shape.batching, one.cursor, one.shape.ranks
@@ -143,13 +161,13 @@ class Run:
 
     @property
     def unit(self) -> str:
-        """The unit of steps: rows or, if they are put together by tokens, batches."""
-        return "batches" if self.every[-1].shape.batching.budget else "rows"
+        """The unit of its counts: rows, or batches by tokens if the rows of those are not known."""
+        return "batches" if self._counts_batches(self.every[-1]) else "rows"
 
     @property
     def steps(self) -> int:
         """The number of steps that the weights have seen."""
-        ends = (first + one.kept_steps for first, one in zip(self.first_steps, self.generations, strict=True))
+        ends = (first + one.reach for first, one in zip(self.first_steps, self.generations, strict=True))
         return max(ends, default=0)
 
     @property
@@ -204,16 +222,23 @@ class Run:
             )
         if any(one.overtaken for one in self._all):
             problems.append("two starts of the run recorded at the same time: each row may have been seen by both")
-        for epoch, units in self._units.items():
-            if len({one.shape.order for one in units.records if not one.is_load}) > 1:
+        orders: dict[int, set[str]] = {}
+        for one in self.generations:
+            orders.setdefault(one.shape.epoch, set()).add(one.shape.order)
+        budgets = {
+            (one.shape.epoch, one.shape.batching.budget) for one in self.generations if self._counts_batches(one)
+        }
+        if len(budgets) > len({epoch for epoch, _ in budgets}):
+            problems.append(
+                "batches by tokens were formed in two ways in one epoch, and the lengths of their rows are not stored "
+                "beside the ledger: they cannot be compared"
+            )
+        for epoch, names in orders.items():
+            if len(names) > 1:
                 problems.append(f"epoch {epoch} was resumed in another order than it was begun in")
         return problems
 
     # Its proof
-
-    @cached_property
-    def _units(self) -> dict[int, EpochUnits]:
-        return units_by_epoch(self._all, self)
 
     @cached_property
     def epochs(self) -> list[EpochProof]:
@@ -241,19 +266,42 @@ class Run:
         if self.every[-1].in_lanes:
             return self._lane_proof(units, passes, kept, over, counted)
         rows, excluded = self.every[-1].first.rows, units.excluded_count
+        if passes and self._counts_batches(passes[-1]):
+            end = passes[-1].end
+            rows = units.count + excluded + (not over) if end == UNKNOWN else end
         left = max(0, rows - units.count - excluded - units.never)
-        dropped = left if over and self._drops(epoch, left) else 0
+        dropped = min(left, self._dropped(epoch, units, left, over))
+        left -= dropped
         return EpochProof(
             rows=rows,
             once=units.count - units.repeated,
-            never=units.never + (left if over and not dropped else 0),
+            never=units.never + (left if over else 0),
             dropped=dropped,
             pending=0 if over else left,
             again=units.again,
-            examples=units.examples or self._first_missing(units, rows, left if over and not dropped else 0),
+            examples=units.examples or self._first_missing(units, rows, left if over else 0),
             excluded=excluded,
             **counted,
         )
+
+    def _dropped(self, epoch: int, units: EpochUnits, left: int, over: bool) -> int:
+        """Return the rows that are too few for a batch at the end of an epoch.
+
+        A resume with larger batches than the rest of the epoch drops the rest, in a pass of the next epoch.
+        """
+        here = units.records[-1:]
+        after = [one for other, of in sorted(self._units.items()) if other > epoch for one in of.records][:1]
+        for one in (*here, *after):
+            if one.shape.batching.ends != "drop" or (one.shape.batching.budget and not over):
+                continue
+            if one.shape.epoch == epoch and not one.shape.batching.budget:
+                tail = Intervals.of(self.plan_of(one).rows, one.first.rows)
+                seen = units.kept.get(0, EMPTY).union(units.excluded.get(0, EMPTY))
+                if tail and not self.plan_of(one).left_out(1):
+                    return len(tail.minus(seen))
+            elif 0 < left < _enough(one):
+                return left
+        return 0
 
     @staticmethod
     def _first_missing(units: EpochUnits, rows: int, missing: int) -> tuple[int, ...]:
@@ -301,7 +349,7 @@ class Run:
             if not last.in_lanes:
                 rows = last.first.rows
         left = max(0, rows - acknowledged - excluded - units.never)
-        dropped = left if self._drops(last.shape.epoch, left) and not any(out) and self._all_finished(units) else 0
+        dropped = self._dropped(last.shape.epoch, units, left, over) if self._all_finished(units) else 0
         left -= dropped
         counts = LeaseCounts(units.leased, acknowledged, sum(map(len, units.rejected.values())), *out)
         counted["steps"] = sum(
@@ -346,7 +394,7 @@ class Run:
             return False
         last = passes[-1]
         ranks = {rank for one in passes if one.shape.attempt == last.shape.attempt for rank in self._finished(one)}
-        return len(ranks) == last.shape.ranks
+        return ranks >= set(last.of_rank) and (not last.missing or self._is_through(last) or bool(last.leases))
 
     def _finished(self, one: Generation) -> set[int]:
         """Return the ranks that came to the end of the epoch in a pass."""
@@ -366,16 +414,17 @@ class Run:
         Ranks may be one step apart, also across the end of an epoch: in the last start that is not the end yet.
         """
         later = [one for other, of in self._units.items() if other > epoch for one in of.records]
-        passes = [one for one in units.records if not one.is_load]
-        if not passes:
+        if not units.records:
             return bool(later)
-        last = passes[-1]
+        last = units.records[-1]
         if last.in_lanes and self._lanes_ended(units):
             return True
-        finished = {rank for one in passes if one.shape.attempt == last.shape.attempt for rank in self._finished(one)}
-        behind = set(last.of_rank) - finished
+        if last.is_load and not later:
+            return not last.in_lanes and last.cursor.begun and not self.plan_of(last).has(0)
         if not later:
             return self._all_finished(units)
+        passes = [one for one in units.records if not one.is_load and one.shape.attempt == last.shape.attempt]
+        behind = set(last.of_rank) - {rank for one in passes for rank in self._finished(one)}
         if any(one.shape.attempt != last.shape.attempt or one.how != "on" for one in later):
             return True
         return not behind or any(behind & set(one.of_rank) for one in later)
@@ -386,15 +435,6 @@ class Run:
         last = units.records[-1]
         lanes = last.cursor.lanes
         return len(lanes) == last.lanes and all(lane.ended for lane in lanes.values())
-
-    def _drops(self, epoch: int, rows: int) -> bool:
-        """Return True if so many rows are too few for a batch at the end of an epoch, and are dropped then.
-
-        A resume with larger batches than the rest of the epoch drops the rest, in a pass of the next epoch.
-        """
-        here = [one for one in self._all if one.shape.epoch == epoch]
-        after = [one for one in self._all if one.shape.epoch > epoch]
-        return any(one.shape.batching.ends == "drop" and 0 < rows < _enough(one) for one in (*here[-1:], *after[:1]))
 
     def _is_through(self, one: Generation) -> bool:
         """Return True if some rank has completed a pass of several steps, so that the others have begun it."""
@@ -450,33 +490,6 @@ def _enough(one: Generation) -> int:
     """Return the number of rows that are enough for a batch. Those of batches by tokens may be all rows of a window."""
     budget = one.shape.batching.budget
     return int(json.loads(budget)[4]) * 2 if budget else one.shape.global_batch
-
-
-def _history(records: list[Generation]) -> tuple[list[Generation], list[int]]:
-    """Return the passes that the weights have seen, each with the steps that were kept, and the steps before each.
-
-    A record that goes back to a step takes back what came after it.
-    """
-    kept: list[Generation] = []
-    firsts: list[int] = []
-    offset = 0  # of a run whose every epoch has a new loader, which counts from 0
-    for one in records:
-        epoch, steps = one.shape.epoch, one.before
-        if one.how != "on":
-            while kept and (
-                kept[-1].shape.epoch > epoch or (kept[-1].shape.epoch == epoch and kept[-1].before >= steps)
-            ):
-                kept.pop().kept_steps = 0
-                firsts.pop()
-            if kept and kept[-1].shape.epoch == epoch and not kept[-1].leases:
-                kept[-1].kept_steps = min(kept[-1].kept_steps, steps - kept[-1].before)
-            if one.how == "fresh":
-                offset = firsts[-1] + kept[-1].kept_steps - steps if kept else 0
-        if not one.is_load:
-            one.kept_steps = one.most_steps
-            kept.append(one)
-            firsts.append(offset + steps)
-    return kept, firsts
 
 
 @hinted()

@@ -107,6 +107,11 @@ class Tracker:
         self._lock = threading.RLock()
 
     @property
+    def steps(self) -> int:
+        """Steps of the run that are delivered."""
+        return self.start.steps + self.delivered
+
+    @property
     def held(self) -> int:
         """The number of leases that are out, without those that were returned."""
         return len(self.out) - len(self.returned)

@@ -6,6 +6,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 from midepoch.audit.leases import RETURNED, LeaseSteps
+from midepoch.errors import MidepochError
 from midepoch.loader import state as states
 from midepoch.loader.lease_state import RemainingSteps, lane_cursor
 from midepoch.loader.leases import MOST_NOTED, Lease, Tracker, Waiting
@@ -38,6 +39,7 @@ class LeaseItems:
         self._noted = 0  # batches of the pass that are in the tracker
         self._acked = EMPTY
         self._first = 0  # number of its first step, in lanes
+        self._left: int | None = None  # leases until the next multiple of steps_per_epoch
 
     def __enter__(self) -> LeaseItems:
         if self._book.open:
@@ -46,6 +48,8 @@ class LeaseItems:
             raise RuntimeError("this with block has ended. Call lease() again.")
         self._pass, self._tracker = begin_leases(self._loader, self)
         self._entered = self._book.open = True
+        if every := self._loader.options.steps_per_epoch:
+            self._left = every - self._tracker.steps % every
         return self
 
     def __exit__(
@@ -86,13 +90,29 @@ class LeaseItems:
             self._wait(f"{_count(tracker.held)} out (max_out={self._max_out})", self._max_out)
         if self._noted < self._pass.delivered:  # an interrupt came before it was noted
             self._note(self._noted, lost=True)
-        for batch in self._pass:  # not next(): an interrupt on its return would lose the batch
-            for number in range(self._noted, self._pass.delivered - 1):
-                self._note(number, empty=True)
-            if (step := self._note(self._pass.delivered - 1)) is not None:
-                return Lease(self._tracker.first + step, batch, self._book)
-        self._tracker.ended = True
+        while self._left != 0:
+            for batch in self._pass:  # not next(): an interrupt on its return would lose the batch
+                for number in range(self._noted, self._pass.delivered - 1):
+                    self._note(number, empty=True)
+                if (step := self._note(self._pass.delivered - 1)) is not None:
+                    self._left = None if self._left is None else self._left - 1
+                    return Lease(self._tracker.first + step, batch, self._book)
+            self._tracker.ended = True
+            if self._left is None:
+                break
+            self._begin_next_epoch()
         raise StopIteration
+
+    def _begin_next_epoch(self) -> None:
+        """Wait for all leases of an epoch of the data, and continue with the next one."""
+        self._wait(f"{_count(self._tracker.held)} out at the end of an epoch of the data", 1)
+        self._book.open = False
+        self._noted, self._acked, self._first = 0, EMPTY, 0
+        before = self._tracker
+        self._pass, self._tracker = begin_leases(self._loader, self)
+        self._book.open = True
+        if not before.delivered:
+            raise MidepochError("an epoch of the data has no batch. Check that its filters keep some rows.")
 
     def _note(self, number: int, *, empty: bool = False, lost: bool = False) -> int | None:
         """Enter a batch of the pass in the tracker. Return its step, or None if it is acknowledged already."""

@@ -497,8 +497,6 @@ class Loader(Resumable):
         run = self._run
         at = run.cursor if runs.was_left(run) else run.next
         start = runs.begin(run, over=self._is_over(at), shuffled=self.pipeline.node.shuffled)
-        if self._ledger is not None and run.kind is Kind.LOOKED and not start.rolled:
-            self._ledger.looked()
         if start.restart is not None and self.pipeline.unit == "rows":  # that something is left is known
             self._restarted(start.restart)
             start = start._replace(cursor=start.restart, restart=None)

@@ -132,7 +132,8 @@ def choose(state: RunState, epoch: int, *, batches: int) -> RunState:
     """Return the state after ``set_epoch``. ``batches``: delivered in the pass in progress, or that was left."""
     loaded = None if state.kind is Kind.LEFT or batches > 1 else state.loaded
     cursor = state.cursor
-    chosen = Cursor(epoch, steps=cursor.steps)
+    looked = state.kind is Kind.LOOKED or (state.kind is Kind.OPEN and batches == 1)
+    chosen = Cursor(epoch, steps=state.next.steps if looked else cursor.steps)
     if loaded is not None and loaded.epoch == epoch:
         chosen = loaded
     keeps = state.kind in (Kind.OPEN, Kind.OVER) and cursor.epoch == epoch == state.next.epoch

@@ -119,7 +119,8 @@ def describe(
         position, rows = sum(lanes.values()), first["epoch_outputs"] or None
     else:
         chosen = one_of(several, Shard())
-        first = parse(chosen if not isinstance(chosen, list) else chosen[0])
+        chosen = chosen[0] if isinstance(chosen, list) else chosen  # ranks with leases, each at its own pace
+        first = parse(chosen)
         position, rows = first.rows_before, first["rows"]
     by_tokens = bool(first["budget"]) and not is_stream
     whole = not first["workers"] and first["shard"] is None
