@@ -154,7 +154,12 @@ def _before(run: Simulation, key: tuple[int, int], begun: tuple[int, int]) -> bo
 
 def at(loader: midepoch.Loader, position: int) -> dict[str, Any]:
     cursor = {"0": {"taken": position}} if position else {}
-    return {**loader.state_dict(), "cursor": cursor, "steps": position // (3 * loader.shard.count)}
+    return {
+        **loader.state_dict(),
+        "position": position,
+        "cursor": cursor,
+        "steps": position // (3 * loader.shard.count),
+    }
 
 
 def test_a_lost_and_a_repeated_row_are_found(small_files: list[str], tmp_path: Path) -> None:

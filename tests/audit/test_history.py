@@ -35,7 +35,13 @@ def told(run: Run, epoch: int = 0) -> tuple[int, int, int, int, int]:
 def at(loader: midepoch.Loader, position: int, epoch: int = 0) -> dict[str, Any]:
     size = (loader.batch_size or 1) * loader.shard.count
     cursor = {"0": {"taken": position}} if position else {}
-    return {**loader.state_dict(), "epoch": epoch, "cursor": cursor, "steps": position // size + epoch * -(-40 // size)}
+    return {
+        **loader.state_dict(),
+        "epoch": epoch,
+        "position": position,
+        "cursor": cursor,
+        "steps": position // size + epoch * -(-40 // size),
+    }
 
 
 def test_a_restore_that_lands_in_the_next_epoch_takes_back_the_rest_of_the_old_one(

@@ -11,6 +11,7 @@ import random
 from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -135,6 +136,32 @@ def test_nothing_is_skipped_or_acknowledged_twice(name: str, open_ds: Callable[[
 @pytest.mark.parametrize("name", ["rows", "window", "map"])
 def test_batches_by_tokens_are_leased(name: str, open_ds: Callable[[], midepoch.Dataset]) -> None:
     assert sum(simulate(name, open_ds, seed, TOKENS) for seed in range(2)) >= 4
+
+
+@pytest.mark.parametrize("options", [{"batch_size": 4}, TOKENS], ids=["rows", "tokens"])
+@pytest.mark.parametrize("acks", [(2, 0), (0, 2), (99, 0), (0, 99), (2, 1), (0, 0)], ids=str)
+def test_a_rank_that_has_acknowledged_nothing(
+    acks: tuple[int, int], options: dict[str, Any], open_ds: Callable[[], midepoch.Dataset]
+) -> None:
+    def make(rank: int, ranks: int) -> midepoch.Loader:
+        return open_ds().shuffle(seed=1).loader(**options, rank=rank, world_size=ranks, last_batch="uneven")
+
+    acked, states = [], []
+    for rank, count in enumerate(acks):
+        loader = make(rank, 2)
+        with loader.lease() as items:
+            for lease in islice(items, count):
+                acked += lease.batch["id"].tolist()
+                assert lease.ack()
+        states.append(loader.state_dict())
+    assert 0 < len(acked) < 37 or acks == (0, 0)
+    for ranks in (1, 2, 3):
+        rest = []
+        for rank in range(ranks):
+            resumed = make(rank, ranks)
+            resumed.load_state_dict(states)
+            rest += [row for batch in resumed for row in batch["id"].tolist()]
+        assert sorted(acked + rest) == list(range(37))
 
 
 @pytest.mark.slow

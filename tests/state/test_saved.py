@@ -52,6 +52,56 @@ def test_states_with_lanes_are_plain_json(ds: midepoch.Dataset) -> None:
             assert json.loads(json.dumps(state)) == state and is_plain(state)
 
 
+def streams(ds: midepoch.Dataset) -> dict[str, Callable[[], midepoch.Loader]]:
+    def excluding() -> midepoch.Loader:
+        loader = ds.shuffle(seed=1).loader(4)
+        loader.exclude(rows=[3, 4])
+        return loader
+
+    return {
+        "rows": lambda: ds.shuffle(seed=1).loader(4),
+        "excluded": excluding,
+        "filter": lambda: ds.shuffle(seed=1).filter(odd).loader(2),
+        "mix": lambda: midepoch.mix([ds.shuffle(seed=1), ds.filter(odd)], [1, 2], seed=3).loader(2),
+    }
+
+
+def clear(value: Any) -> None:
+    """Empty all that can be changed in a value."""
+    if isinstance(value, (dict, list)):
+        for inner in value.values() if isinstance(value, dict) else value:
+            clear(inner)
+        value.clear()
+
+
+@pytest.mark.parametrize("name", ["rows", "excluded", "filter", "mix"])
+def test_a_state_shares_nothing_with_its_loader(ds: midepoch.Dataset, name: str) -> None:
+    """Whoever changes a state that was saved or loaded, as torch's distributed checkpoints do, changes no loader."""
+    loader = streams(ds)[name]()
+    next(loader), next(loader)
+    state = loader.state_dict()
+    text = json.dumps(state)
+    clear(state)
+    assert json.dumps(loader.state_dict()) == text
+    state, resumed = json.loads(text), streams(ds)[name]()
+    resumed.load_state_dict(state)
+    clear(state)
+    assert json.dumps(resumed.state_dict()) == text
+    assert same(list(resumed), list(loader.current_pass()))
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", ["rows", "filter", "mix"])
+def test_a_loader_is_an_item_of_torchs_distributed_checkpoints(ds: midepoch.Dataset, name: str, tmp_path: Path) -> None:
+    """They load only fields that a new loader has, and write them into the dict that it returns."""
+    dcp = pytest.importorskip("torch.distributed.checkpoint")
+    loader, resumed = streams(ds)[name](), streams(ds)[name]()
+    next(loader), next(loader)
+    dcp.save({"data": loader}, checkpoint_id=str(tmp_path), no_dist=True)
+    dcp.load({"data": resumed}, checkpoint_id=str(tmp_path), no_dist=True)
+    assert same(list(resumed), list(loader.current_pass()))
+
+
 def mismatches(ds: midepoch.Dataset, tmp_path: Path) -> dict[str, tuple[midepoch.Dataset, str]]:
     other = midepoch.from_files(write_arrow(tmp_path / "other.arrow", numbered(1000, 1037), 4))
     return {
@@ -95,19 +145,21 @@ def test_windows_must_agree(ds: midepoch.Dataset) -> None:
         {"position": 1.5},
         {"position": True},
         {"position": None},
-        {"cursor": {"0": {"taken": 38}}},
+        {"position": 3},
+        {"cursor": {"0": {"taken": 3}}},
+        {"position": 38, "cursor": {"0": {"taken": 38}}},
         {"cursor": {"0": {"taken": -1}}},
         {"cursor": {"0": {"taken": "3"}}},
         {"cursor": {"0": {"taken": 1.5}}},
         {"cursor": {"0": {"taken": True}}},
         {"cursor": {"0": {}}},
         {"cursor": {"0": 3}},
-        {"cursor": {"1": {"taken": 3}}},
-        {"cursor": {"x": {"taken": 3}}},
-        {"cursor": {"0": {"taken": 3, "at": [3, 0]}}},
-        {"cursor": {"0": {"taken": 3, "ended": "no"}}},
-        {"cursor": {"0": {"taken": 3, "excluded": 5}}},
-        {"cursor": {"0": {"taken": 3, "ahead": "x"}}},
+        {"position": 3, "cursor": {"1": {"taken": 3}}},
+        {"position": 3, "cursor": {"x": {"taken": 3}}},
+        {"position": 3, "cursor": {"0": {"taken": 3, "at": [3, 0]}}},
+        {"position": 3, "cursor": {"0": {"taken": 3, "ended": "no"}}},
+        {"position": 3, "cursor": {"0": {"taken": 3, "excluded": 5}}},
+        {"position": 3, "cursor": {"0": {"taken": 3, "ahead": "x"}}},
         {"cursor": [3]},
         {"cursor": None},
         {"unit": "bytes"},

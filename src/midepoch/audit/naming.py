@@ -41,9 +41,16 @@ class _Place(NamedTuple):
     step: int
 
 
-def _place_of(run: Run, step: int) -> _Place:
-    """Return the pass with a step. Raise DataNotFoundError if there is no such step."""
+def _place_of(run: Run, step: int, *, any_branch: bool = False) -> _Place:
+    """Return the pass with a step. Raise DataNotFoundError if there is no such step.
+
+    ``any_branch``: look for it among steps that were taken back, too, if it is in no other.
+    """
     _check_ranks(run)
+    if any_branch and step > run.steps:
+        for one in reversed(run.every):
+            if one.before < step <= one.before + one.most_steps:
+                return _Place(len(run.generations), one, step - 1 - one.before)
     if not 1 <= step <= run.steps:
         raise DataNotFoundError(f"there is no step {step}: the run has {run.steps:,} steps.")
     for number in reversed(range(len(run.generations))):
@@ -68,9 +75,29 @@ def _check_ranks(run: Run) -> None:
             )
 
 
+def rows_delivered_at(run: Run, step: int) -> list[tuple[int, int]]:
+    """Return the sources and rows that were delivered at a step, also if the run was taken back before it since then.
+
+    Raises DataNotFoundError if there is no such step, or if it is not known which rows its outputs are of.
+    """
+    found = _place_of(run, step, any_branch=True)
+    if found.one.documents:
+        return list(dict.fromkeys((one.source, one.row) for one in _documents_at(run, found, step) or ()))
+    if found.one.in_lanes:
+        raise DataNotFoundError(
+            f"the rows of step {step} are not recorded: the pipeline changes the number of rows, and the loader had no "
+            "provenance=True. Record the run with it, or exclude the rows that you know."
+        )
+    return [(0, one.row) for one in _rows_at(run, found, step)]
+
+
 def documents_of_step(run: Run, step: int) -> list[Document] | None:
     """Return the documents of a step, or None if they are not recorded."""
-    _, one, place = _place_of(run, step)
+    return _documents_at(run, _place_of(run, step), step)
+
+
+def _documents_at(run: Run, found: _Place, step: int) -> list[Document] | None:
+    _, one, place = found
     if not one.documents:
         return None
     documents: list[Document] = []
@@ -115,7 +142,11 @@ def _documents(run: Run, one: Generation, table: DocumentTable, step: int, rank:
 
 def rows_of_step(run: Run, step: int) -> list[Delivery]:
     """Return the rows of a step, in the order of their positions."""
-    number, one, place = _place_of(run, step)
+    return _rows_at(run, _place_of(run, step), step)
+
+
+def _rows_at(run: Run, at: _Place, step: int) -> list[Delivery]:
+    number, one, place = at
     if one.in_lanes:
         if all(track.recorded <= place < track.delivered for track in one.tracks.values()):
             raise DataNotFoundError(

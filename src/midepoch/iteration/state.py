@@ -15,7 +15,6 @@ from midepoch.iteration.shared import Note, SharedCell, worker_share
 from midepoch.order import Shard
 from midepoch.pipeline.cursor import Cursor
 from midepoch.pipeline.lanes import Lanes
-from midepoch.pipeline.rows import BundlesHere
 from midepoch.pipeline.spec import PipelineSpec
 from midepoch.state import saved as states
 from midepoch.state.format import check_worker
@@ -187,7 +186,7 @@ class IterationState:
     def open_lanes(self, cursor: Cursor) -> Lanes:
         """Open the lanes of this process at a cursor."""
         spec, process = self._seeded(self.spec), self.share()[0]
-        return spec.open(process, BundlesHere(spec.leaves, shared=process.count > 1), cursor)
+        return spec.open(process, spec.bundles_here(shared=process.count > 1), cursor)
 
     def worker_lanes(self, shares: int) -> int:  # noqa: ARG002  (what a subclass decides by)
         """Return the number of lanes of an epoch for all DataLoader workers of all shards."""

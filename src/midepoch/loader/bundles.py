@@ -17,6 +17,7 @@ from midepoch.loader.crews import open_crew
 from midepoch.loader.options import Options
 from midepoch.loader.processes import compact
 from midepoch.order import Shard
+from midepoch.order.intervals import EMPTY, Intervals
 from midepoch.pipeline.engine import Engine
 from midepoch.pipeline.leaf import Leaf
 from midepoch.pipeline.rows import Bundle, FirstPass, Made, Sizes, make_good, most_rows
@@ -24,6 +25,8 @@ from midepoch.transforms import Batch
 from midepoch.transforms.features import Encoded
 
 _Lane = tuple[int, int, Shard]  # leaf, epoch, lane
+_BEFORE = 8
+"""Bundles by which a lane may be opened again before those that are requested: rows of outputs that were made ahead."""
 
 
 @dataclass
@@ -42,6 +45,7 @@ class BundlePool:
 
     def __init__(self, leaves: Sequence[Leaf], options: Options, timings: Timings) -> None:
         self._timings, self.skipped = timings, 0
+        self.excluded: Sequence[Intervals] = ()
         self.first_passes: dict[tuple[int, int], FirstPass] = {}
         self.engines = [Engine(leaf, shared=True) for leaf in leaves]
         self._sizes = Sizes(leaves)
@@ -62,20 +66,30 @@ class BundlePool:
         """Stop the workers."""
         self.crew.close()
 
-    def begin(self) -> None:
-        """Begin a pass, and forget all requests."""
+    def begin(self, excluded: Sequence[Intervals]) -> None:
+        """Begin a pass. What is requested ahead is kept for lanes that continue there."""
+        self.first_passes, self.excluded = {}, excluded
+
+    def forget(self) -> None:
+        """Forget all requests."""
         self._lanes.clear()
-        self.first_passes = {}
         self._sent = [deque(None for _ in sent) for sent in self._sent]
 
-    def take(self, leaf: int, epoch: int, lane: Shard, row: int, total: int) -> tuple[int, Batch]:
+    def take(
+        self, leaf: int, epoch: int, lane: Shard, row: int, total: int, excluded: Intervals = EMPTY
+    ) -> tuple[int, Batch]:
         """Return the bundle that begins at a row. It was requested unless the lane is new. Raises WorkerError."""
         key = (leaf, epoch, lane)
         asked = self._lanes.setdefault(key, deque())
+        self._drop_stale(asked, excluded)
         if not asked or asked[0].bundle.row != row:
-            self._forget(asked)
-            asked.append(self._ask(Bundle(leaf, epoch, lane, row, min(row + self._sizes.now(leaf), total))))
-        self._ask_ahead(key, asked, total)
+            last = min(row + self._sizes.now(leaf), total)
+            if asked and row < asked[0].bundle.row <= row + _BEFORE * self._sizes.now(leaf):
+                last = min(last, asked[0].bundle.row)  # after an edit: what is requested ahead of it is kept
+            else:
+                self._forget(asked)
+            asked.appendleft(self._ask(Bundle(leaf, epoch, lane, row, last, excluded.from_(row).before_(last))))
+        self._ask_ahead(key, asked, total, excluded)
         request = asked.popleft()
         while not request.is_done:
             self._hear_from(request.worker)
@@ -87,11 +101,24 @@ class BundlePool:
         if request.made.stop >= total:
             del self._lanes[key]
         else:
-            self._ask_ahead(key, asked, total, after=request.made.stop)
+            self._ask_ahead(key, asked, total, excluded, after=request.made.stop)
         self.skipped += request.made.skipped
         return request.made.stop, request.made.batch
 
-    def _ask_ahead(self, key: _Lane, asked: deque[_Asked], total: int, after: int | None = None) -> None:
+    def _drop_stale(self, asked: deque[_Asked], excluded: Intervals) -> None:
+        """Forget requests from the first one on of which other rows are excluded now."""
+        for number, one in enumerate(asked):
+            bundle = one.bundle
+            if excluded.from_(bundle.row).before_(bundle.stop) != bundle.excluded:
+                later = deque(list(asked)[number:])
+                while len(asked) > number:
+                    asked.pop()
+                self._forget(later)
+                return
+
+    def _ask_ahead(
+        self, key: _Lane, asked: deque[_Asked], total: int, excluded: Intervals, after: int | None = None
+    ) -> None:
         """Request the next bundles of a lane while there is room: as many as of every other lane."""
         asked_for = sum(map(len, self._sent))
         room = min(self._slots * len(self._sent), self._window) - asked_for
@@ -99,7 +126,7 @@ class BundlePool:
         row = asked[-1].bundle.stop if asked else after
         while room > 0 and row is not None and row < total and len(asked) < share:
             stop = min(row + self._sizes.now(key[0]), total)
-            asked.append(self._ask(Bundle(*key, row, stop)))
+            asked.append(self._ask(Bundle(*key, row, stop, excluded.from_(row).before_(stop))))
             row, room = stop, room - 1
 
     def _ask(self, bundle: Bundle) -> _Asked:

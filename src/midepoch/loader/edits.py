@@ -12,15 +12,19 @@ from dataclasses import replace
 from operator import index
 from typing import Any, NamedTuple
 
+from midepoch.audit.naming import rows_delivered_at
+from midepoch.audit.run import Run, read_run
 from midepoch.loader.lanes import LaneSteps
 from midepoch.loader.options import Options
 from midepoch.loader.plans import make_plan
+from midepoch.order import Shard
 from midepoch.order.intervals import EMPTY, Intervals
-from midepoch.pipeline.cursor import Cursor, LaneCursor, WindowAt
+from midepoch.pipeline.cursor import Cursor, LaneCursor, WindowAt, spared_key
 from midepoch.pipeline.excluded import rows_by_source, source_names
 from midepoch.pipeline.node import Mix
 from midepoch.pipeline.plans import TokenPlan
-from midepoch.pipeline.rows import BundlesHere
+from midepoch.pipeline.reach import Reach, after_done
+from midepoch.pipeline.rows import excluded_rows
 from midepoch.pipeline.spec import PipelineSpec
 
 _log = logging.getLogger("midepoch")
@@ -64,7 +68,7 @@ def _without_outputs(spec: PipelineSpec, options: Options, cursor: Cursor, steps
     """Leave out the outputs of steps. They are known only after they are made, so the pipeline runs up to the last."""
     if not cursor.begun:
         spec = spec.for_processes(spec.shard.count)
-    lanes = spec.open(spec.shard, BundlesHere(spec.leaves, shared=spec.shard.count > 1), cursor)
+    lanes = spec.open(spec.shard, spec.bundles_here(shared=spec.shard.count > 1), cursor)
     beginning, last = lanes.cursor(), int(steps.stops[-1]) - 1
     if last - cursor.steps > _MANY_STEPS:
         _log.warning(
@@ -128,18 +132,29 @@ def without_rows(spec: PipelineSpec, options: Options, cursor: Cursor, rows: Any
     count = sum(map(len, together)) - sum(map(len, before))
     edited = replace(spec, excluded=together)
     if spec.unit == "outputs":
-        if cursor.begun:
-            raise ValueError(
-                "exclude(rows=…): this pipeline changes the number of rows, so rows can be excluded only at the "
-                "beginning of an epoch. Exclude steps, or call it before the first batch of an epoch."
-            )
-        return Edited(edited, cursor, count)
+        return Edited(edited, _sparing(spec, edited, cursor), count)
     plan = make_plan(spec, options, cursor)
     if isinstance(plan, TokenPlan) and cursor.begun:  # its window is formed again, of the rows that are left
         lane = cursor.lane
         lane = LaneCursor(lane.taken, WindowAt(plan.batches.in_rows(lane), lane.taken))
         cursor = Cursor.at_row(cursor.epoch, lane, cursor.steps)
     return Edited(edited, cursor, count)
+
+
+def _sparing(before: PipelineSpec, after: PipelineSpec, cursor: Cursor) -> Cursor:
+    """Return a cursor in lanes from which more rows are excluded, except for those that outputs in progress have."""
+    bundles, lanes = before.bundles_here(shared=False), dict(cursor.lanes)
+    for number, lane in cursor.lanes.items():
+        own, spared = Shard(number, before.lanes), dict(lane.spared)
+        at = after_done(before.node, bundles, cursor.epoch, own, lane)
+        for drawn in Reach(bundles, lane).drawn(before.node, at, cursor.epoch, own):
+            engine, leaf = bundles.engines[drawn.leaf], drawn.leaf
+            known = excluded_rows(engine, before.excluded[leaf], drawn.epoch, drawn.lane) if before.excluded else EMPTY
+            rows = excluded_rows(engine, after.excluded[leaf], drawn.epoch, drawn.lane).minus(known)
+            key = spared_key(leaf, drawn.epoch, drawn.lane.index)
+            spared[key] = spared.get(key, EMPTY).union(rows.before_(drawn.row))
+        lanes[number] = replace(lane, spared={key: rows for key, rows in spared.items() if rows})
+    return cursor._replace(lanes=lanes)
 
 
 def mix_of(spec: PipelineSpec, what: str) -> Mix:
@@ -190,19 +205,24 @@ def rows_of_documents(documents: Any, sources: Iterable[str]) -> dict[int, list[
     ``documents``: the columns ``source`` and ``row`` of a batch, its ``doc_ids``, or (source, row) pairs, also those of
     ``Document`` and ``Delivery``.
     """
-    names = list(sources)
+    names, pairs = list(sources), documents
     if isinstance(documents, Mapping):
-        documents = documents.get("doc_ids", documents)
-        if not {"source", "row"} <= set(documents):
-            raise TypeError("exclude(documents=…) takes a batch with provenance, its doc_ids, or (source, row) pairs.")
-        pairs = list(zip(_plain(documents["source"]), _plain(documents["row"]), strict=True))
-    else:
-        pairs = [(one.source, one.row) if hasattr(one, "row") else tuple(one) for one in documents]
-    found: dict[int, list[int]] = {}
-    for source, row in pairs:
-        number = names.index(source) if source in names else index(source)
-        found.setdefault(number, []).append(index(row))
-    return found
+        columns = documents.get("doc_ids", documents)
+        pairs = list(zip(*(_plain(columns.get(name, ())) for name in ("source", "row")), strict=True))
+    try:
+        found = [(one.source, one.row) if hasattr(one, "row") else tuple(one) for one in pairs]
+        if isinstance(documents, str) or not found or any(len(pair) != 2 for pair in found):
+            raise TypeError("no pairs")
+    except TypeError:
+        raise TypeError(
+            "exclude(documents=…) takes a batch with provenance, its doc_ids, or (source, row) pairs."
+        ) from None
+    rows: dict[int, list[int]] = {}
+    for source, row in found:
+        if isinstance(source, str) and source not in names:
+            raise ValueError(f"exclude(documents=…): there is no source {source!r}. There are: {', '.join(names)}.")
+        rows.setdefault(names.index(source) if source in names else index(source), []).append(index(row))
+    return rows
 
 
 def _plain(values: Any) -> list[Any]:
@@ -214,20 +234,14 @@ def documents_of(folder: Any, steps: Any, spec: PipelineSpec) -> list[tuple[int,
 
     Raises DataNotFoundError if it did not, and ValueError if it read other data.
     """
-    from midepoch.audit.run import read_run
-
-    run = folder if hasattr(folder, "rows_of_step") else read_run(folder)
+    run = folder if isinstance(folder, Run) else read_run(folder)
     known = [(source.about["data"], source.about["selection"]) for source in run.order.sources]
     here = [(leaf.source.fingerprint, leaf.order.selection.text) for leaf in spec.node.leaves]
     if known != here:
         raise ValueError(
             f"exclude(run=…): the run in {run.folder} read other data, or other rows of it. Pass a run of this data."
         )
-    found: list[tuple[int, int]] = []
-    for step in _steps_in(steps):
-        documents = run.documents_of_step(step)
-        found += [(one.source, one.row) for one in (run.rows_of_step(step) if documents is None else documents)]
-    return list(dict.fromkeys(found))
+    return [pair for step in _steps_in(steps) for pair in rows_delivered_at(run, step)]
 
 
 def _steps_in(given: Any) -> list[int]:

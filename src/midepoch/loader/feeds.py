@@ -204,7 +204,7 @@ class Feeds:
                 self._bundles = BundlePool(leaves, self._options, self._timings)
             else:
                 self._bundles = BundlesHere(leaves, shared=spec.shard.count > 1, timings=self._timings)
-        self._bundles.begin()
+        self._bundles.begin(spec.excluded if spec.unit == "outputs" else ())
         return self._bundles
 
     def leave(self, feed: Feed | None, *, edited: bool = False) -> None:
@@ -213,6 +213,8 @@ class Feeds:
             return
         if not feed.close():
             self.forget()  # a thread may still use them
+        if isinstance(self._bundles, BundlePool) and not edited:
+            self._bundles.forget()
         if self._options.num_workers and not self._options.persistent_workers and not edited:
             self.close()
 

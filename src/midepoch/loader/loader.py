@@ -410,8 +410,6 @@ class Loader(Resumable):
         end_leases(self)
         live = self._current()
         is_open = live is not None and live.is_open
-        if spec.excluded is not self.pipeline.excluded:
-            self._feeds.forget()
         self._run = runs.edit(self._run, spec, cursor, is_open=is_open)
         self._compare_again()
         if live is not None and is_open:

@@ -263,6 +263,8 @@ class Chunk:
     """The numbers of many cursors in one call, a row for each: those of ``at``, or of ``before`` if that is True. It is
     for the ledger, to which a call for each step would cost a tenth of a cheap batch.
     """
+    is_barrier: bool = False
+    """True if it has no outputs, and a group of outputs ends before it: what follows is mixed in another way."""
 
     def before(self, outputs: int) -> At:
         return self.at(outputs) if self.before_ is None else self.before_(outputs)
@@ -321,10 +323,13 @@ def at_mark(mark: Any) -> At:
 
 
 class Puller:
-    """Takes outputs of a flow, any number at a time. ``cursor`` is the cursor after the outputs that were taken."""
+    """Takes outputs of a flow, any number at a time. ``cursor`` is the cursor after the outputs that were taken.
 
-    def __init__(self, flow: Flow, cursor: At) -> None:
-        self._flow = flow
+    ``groups``: they are taken in groups, which end at a barrier.
+    """
+
+    def __init__(self, flow: Flow, cursor: At, *, groups: bool = False) -> None:
+        self._flow, self._groups = flow, groups
         self._chunk: Chunk | None = None
         self._length = self._next = 0
         self._returned: list[tuple[Chunk, int, int]] = []  # outputs that come before the next chunk
@@ -345,8 +350,10 @@ class Puller:
                 self._chunk, self._next, self._length = self._returned.pop(0)
                 continue
             chunk = self._flow.pull()
-            if chunk is None:
+            if chunk is None or (chunk.is_barrier and self._groups):
                 return False
+            if chunk.is_barrier:
+                continue
             self._chunk, self._next, self._length = chunk, 0, len(chunk.items)
         return True
 

@@ -8,7 +8,7 @@ of 64 rows the cursor is ``Cursor(epoch=0, lanes={0: LaneCursor(taken=192)}, ste
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from midepoch.order.intervals import EMPTY, Intervals
@@ -47,6 +47,7 @@ class LaneCursor:
     ``taken``: units before it, all of which are delivered or excluded. ``at``: the cursor of its stages, or None where
     ``taken`` says it all. ``excluded``, ``ahead``: later units that are not delivered any more, because they were
     excluded, or delivered before earlier ones (acknowledged leases). ``ended``: the lane is known to have no more.
+    ``spared``: rows of the sources that were excluded when outputs in progress had them already, by ``spared_key``.
     """
 
     taken: int = 0
@@ -54,6 +55,7 @@ class LaneCursor:
     excluded: Intervals = EMPTY
     ahead: Intervals = EMPTY
     ended: bool = False
+    spared: Mapping[str, Intervals] = field(default_factory=dict)
 
     @property
     def done(self) -> Intervals:
@@ -62,7 +64,12 @@ class LaneCursor:
 
     def moved(self, taken: int, at: At = None, *, ended: bool = False) -> LaneCursor:
         """Return the cursor after more units."""
-        return LaneCursor(taken, at, self.excluded.from_(taken), self.ahead.from_(taken), ended)
+        return LaneCursor(taken, at, self.excluded.from_(taken), self.ahead.from_(taken), ended, self.spared)
+
+
+def spared_key(leaf: int, epoch: int, lane: int) -> str:
+    """Return the key of the rows of a source in one pass over one of its lanes."""
+    return f"{leaf}/{epoch}/{lane}"
 
 
 class WindowAt(NamedTuple):

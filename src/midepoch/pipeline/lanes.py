@@ -51,7 +51,10 @@ class Lanes:
         self.done = [lane.done for lane in self._lanes] if any(lane.done for lane in self._lanes) else None
         """For each lane the numbers of outputs that are dropped, or None if there are none."""
         self.intakes = [
-            Puller(open_flow(spec, bundles, self.packing, cursor.epoch, Shard(number, lanes), lane.at), lane.at)
+            Puller(
+                open_flow(spec, bundles, self.packing, cursor.epoch, Shard(number, lanes), lane.at, lane.spared),
+                lane.at,
+            )
             for number, lane in zip(self.numbers, self._lanes, strict=True)
         ]
 

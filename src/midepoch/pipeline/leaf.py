@@ -7,7 +7,6 @@ from functools import cached_property
 from math import inf
 
 from midepoch.order import Order, Shard
-from midepoch.order.intervals import EMPTY, Intervals
 from midepoch.sources import Source
 from midepoch.transforms import (
     Cast,
@@ -52,8 +51,6 @@ class Leaf:
     format: str | None = None
     global_seed: int | None = None
     path: int = 0
-    excluded: Intervals = EMPTY
-    """Rows before the shuffle that yield nothing, where positions cannot be computed."""
 
     def __post_init__(self) -> None:
         if self.on_error not in ON_ERROR:
@@ -126,7 +123,7 @@ class Leaf:
 
         Not where one gets what is left of the rows after a step that drops or adds some, nor where group sizes differ.
         """
-        sizes, changed = set(), self.on_error == "skip" or bool(self.excluded)
+        sizes, changed = set(), self.on_error == "skip"
         for step in self.steps:
             if isinstance(step, Function) and step.batched and not _rowwise(step):
                 if changed:

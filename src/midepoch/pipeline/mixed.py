@@ -33,24 +33,47 @@ class Mixed:
         self._mix, self._epoch, self._lane, self._growing = mix, epoch, lane, Growing()
         self._position, self._schedule_version, parts, *old = cursor
         self._old: At = old[0] if old else None  # the mix before a change, as long as it still applies
-        self._order = self._make_order()
         self._parts = [
             Part(number, mix, open_part, start[2][number][2], epoch, lane, *part) for number, part in enumerate(parts)
         ]
-        self._active = [number for number, count in enumerate(mix.counts) if count]
-        self._ended = False
+        self._use_order()
+        self._ended = self._held_over = self._yielded = False
 
-    def _make_order(self) -> MixOrder:
+    def _use_order(self) -> None:
+        """Draw in the order of the mix, or of that before a change."""
         if self._old is None:
-            return MixOrder(self._mix.counts, self._mix.seed, self._epoch, self._lane.index, self._schedule_version)
-        return old_order(self._old, self._mix.seed, self._epoch, self._lane.index, self._schedule_version)
+            weights: Sequence[float] = self._mix.counts
+            numbers: Sequence[int] = range(len(weights))
+            order = MixOrder(self._mix.counts, self._mix.seed, self._epoch, self._lane.index, self._schedule_version)
+        else:
+            weights, numbers = zip(*self._old[1], strict=True)
+            order = old_order(self._old, self._mix.seed, self._epoch, self._lane.index, self._schedule_version)
+        self._order = order
+        self._active = [number for number, weight in zip(numbers, weights, strict=True) if weight and number >= 0]
+
+    @property
+    def _is_exhausted(self) -> bool:
+        """True if every part that is drawn from was iterated once, and that ends the mix."""
+        return self._mix.stop == "all" and all(self._parts[number].exhausted for number in self._active)
+
+    def _change(self) -> None:
+        """Draw by the weights after a change."""
+        self._old, self._position, self._schedule_version = None, 0, self._schedule_version + 1
+        self._held_over = False
+        self._use_order()
 
     def pull(self) -> Chunk | None:
-        if self._ended or (self._mix.stop == "all" and all(self._parts[number].exhausted for number in self._active)):
+        if self._ended:
             return None
-        if self._old is not None and self._position >= self._old[0]:
-            self._old, self._position, self._schedule_version = None, 0, self._schedule_version + 1
-            self._order = self._make_order()
+        if self._old is not None and (self._held_over or self._is_exhausted):
+            # The mix before the change has ended. Groups of its last outputs end, too, as they did before the change.
+            self._change()
+            if self._yielded:
+                return Chunk(_nothing(), lambda _: None, is_barrier=True)
+        elif self._old is not None and self._position >= self._old[0]:
+            self._change()
+        if self._is_exhausted:
+            return None
         size, first, old = self._growing.next(), self._position, self._old
         if old is not None:
             size = min(size, old[0] - first)
@@ -61,10 +84,12 @@ class Mixed:
         draws = [part.draw(len(found)) for part, found in zip(self._parts, places, strict=True)]
         end = self._end(draws, places)
         if end is not None or all(self._parts[number].barren for number in self._active):
-            self._ended, size = True, size if end is None else end
+            size = size if end is None else end
+            self._ended, self._held_over = old is None or self._mix.stop != "all", old is not None
         self._position += size
         schedule_version, items, filled = self._schedule_version, *in_order(draws, places, size)
         self._growing.made(items)
+        self._yielded = old is not None and len(filled) > 0
 
         def at(outputs: int) -> At:
             position = size if outputs == len(filled) else int(filled[outputs - 1]) + 1 if outputs else 0
@@ -120,9 +145,13 @@ def in_order(draws: Sequence[Draw], places: Sequence[Int64Array], size: int) -> 
     """Return the outputs of the parts in the order of their positions, up to the end, and those positions."""
     parts = [(items, where[: len(items)]) for draw, where in zip(draws, places, strict=True) if (items := draw.items())]
     if not parts:
-        none = np.zeros(0, np.int64)
-        return Batch({}, none, none, True), none
+        return _nothing(), np.zeros(0, np.int64)
     filled = np.concatenate([where for _, where in parts])
     order = np.argsort(filled, kind="stable")
     order = order[: int(np.searchsorted(filled[order], size))]
     return joined([items for items, _ in parts]).keep(order), filled[order]
+
+
+def _nothing() -> Batch:
+    none = np.zeros(0, np.int64)
+    return Batch({}, none, none, True)

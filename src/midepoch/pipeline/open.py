@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from midepoch.errors import StateError
 from midepoch.order import Shard
+from midepoch.order.intervals import EMPTY, Intervals
 from midepoch.pipeline.chunk import Flow
 from midepoch.pipeline.combined import Concatenated, Zipped
-from midepoch.pipeline.cursor import At
+from midepoch.pipeline.cursor import At, spared_key
 from midepoch.pipeline.leaf import Leaf
 from midepoch.pipeline.mixed import Mixed
 from midepoch.pipeline.node import Concat, Mix, Node, path_below
@@ -21,28 +23,40 @@ from midepoch.transforms.generators import Generators
 
 
 def open_flow(
-    spec: Node, bundles: Bundles, packing: Packing, epoch: int, lane: Shard, cursor: At, leaf: int = 0, path: int = 0
+    spec: Node,
+    bundles: Bundles,
+    packing: Packing,
+    epoch: int,
+    lane: Shard,
+    cursor: At,
+    spared: Mapping[str, Intervals],
+    leaf: int = 0,
+    path: int = 0,
 ) -> Flow:
-    """Open one lane of a flow at a cursor. ``leaf``: number of its first source among all."""
+    """Open one lane of a flow at a cursor. ``leaf``: number of its first source among all.
+
+    ``spared``: excluded rows that outputs in progress have (``LaneCursor.spared``).
+    """
     if spec.stages:
 
         def source(inner: At) -> Flow:
-            return open_flow(spec.before, bundles, packing, epoch, lane, inner, leaf, path)
+            return open_flow(spec.before, bundles, packing, epoch, lane, inner, spared, leaf, path)
 
         base_seed = bundles.engines[leaf].leaf.global_seed or 0
         run = RunContext(spec.seed, epoch, path=path, generators=Generators(spec.seed, base_seed, path))
         return stage(spec.stages[-1], source, cursor, run, packing, lane)
     base = spec.base
     if isinstance(base, Leaf):
-        opened = LazyRows if spec.plain and not bundles.engines[leaf].leaf.excluded else Rows
-        return opened(bundles, leaf, epoch, lane, cursor)
+        if spec.plain and not (bundles.excluded and bundles.excluded[leaf]):
+            return LazyRows(bundles, leaf, epoch, lane, cursor)
+        return Rows(bundles, leaf, epoch, lane, cursor, spared.get(spared_key(leaf, epoch, lane.index), EMPTY))
     firsts = [leaf]
     for part in base.parts:
         firsts.append(firsts[-1] + len(part.leaves))
 
     def open_part(number: int, of_epoch: int, of_lane: Shard, inner: At) -> Flow:
         below = path_below(path, base.tags[number])
-        return open_flow(base.parts[number], bundles, packing, of_epoch, of_lane, inner, firsts[number], below)
+        return open_flow(base.parts[number], bundles, packing, of_epoch, of_lane, inner, spared, firsts[number], below)
 
     if isinstance(base, Mix):
         mixed = Mixed if base.schedule is None else Scheduled

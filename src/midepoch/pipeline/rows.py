@@ -12,6 +12,7 @@ import numpy as np
 from midepoch._internal.timings import Timings
 from midepoch.errors import DataChangedError, FetchError
 from midepoch.order import Shard
+from midepoch.order.intervals import EMPTY, Intervals
 from midepoch.pipeline.chunk import Chunk, Int64Array, RowRefs
 from midepoch.pipeline.cursor import At, RowAt
 from midepoch.pipeline.engine import Engine
@@ -32,13 +33,14 @@ _NOT_OF_A_ROW = (FetchError, DataChangedError, DifferentColumnsError, OSError, M
 
 
 class Bundle(NamedTuple):
-    """Rows ``row`` to ``stop`` of a lane of a source, in one epoch."""
+    """Rows ``row`` to ``stop`` of a lane of a source, in one epoch. ``excluded``: those of them that yield nothing."""
 
     leaf: int
     epoch: int
     lane: Shard
     row: int
     stop: int
+    excluded: Intervals = EMPTY
 
 
 class Made(NamedTuple):
@@ -67,11 +69,15 @@ class Bundles(Protocol):
     skipped: int
     first_passes: dict[tuple[int, int], FirstPass]
     """By leaf and lane."""
+    excluded: Sequence[Intervals]
+    """By leaf, its rows before the shuffle that yield nothing; empty if there are none at all."""
 
     @property
     def engines(self) -> Sequence[Engine]: ...
 
-    def take(self, leaf: int, epoch: int, lane: Shard, row: int, total: int) -> tuple[int, Batch]:
+    def take(
+        self, leaf: int, epoch: int, lane: Shard, row: int, total: int, excluded: Intervals = EMPTY
+    ) -> tuple[int, Batch]:
         """Return the outputs of the bundle that begins at ``row`` of a lane of ``total`` rows, and its end."""
 
 
@@ -137,10 +143,9 @@ def _make(engine: Engine, bundle: Bundle) -> Batch:
     positions = bundle.lane.locals(bundle.row, bundle.stop)
     engine.reached(bundle.epoch, int(positions[0]))
     chosen = engine.chosen(bundle.epoch, positions)
-    if engine.leaf.excluded:
-        places = np.flatnonzero(~engine.leaf.excluded.contains(chosen))
-        if len(places) < len(chosen):
-            return _make_some(engine, bundle.epoch, chosen, places)
+    if bundle.excluded:
+        places = np.flatnonzero(~bundle.excluded.contains(np.arange(bundle.row, bundle.stop)))
+        return _make_some(engine, bundle.epoch, chosen, places)
     if not _filters_first(engine.leaf):
         return engine.transform(bundle.epoch, engine.read(chosen))
     if (kept := engine.passing(chosen)) is not None and 4 * len(kept) < len(chosen):
@@ -166,9 +171,20 @@ def _make(engine: Engine, bundle: Bundle) -> Batch:
 
 
 def _make_some(engine: Engine, epoch: int, chosen: Int64Array, places: Int64Array) -> Batch:
-    """Return the outputs of the rows of a bundle at some places."""
-    batch = engine.read(chosen[places])
-    return engine.transform(epoch, replace(batch, places=places[batch.places]))
+    """Return the outputs of the rows of a bundle at some places. Batched functions get what is left of their groups."""
+    size = engine.leaf.group if engine.leaf.group is not None and engine.leaf.has_fixed_groups else len(chosen)
+    made = []
+    for first in range(0, len(chosen), size):
+        own = places[(places >= first) & (places < first + size)]
+        batch = engine.read(chosen[own])
+        made.append(engine.transform(epoch, replace(batch, places=own[batch.places])))
+    return made[0] if len(made) == 1 else join([batch for batch in made if len(batch)] or made[:1])
+
+
+def excluded_rows(engine: Engine, rows: Intervals, epoch: int, lane: Shard) -> Intervals:
+    """Return the numbers in a lane of rows before the shuffle."""
+    positions = engine.order(epoch).positions_of_rows(rows.positions())
+    return Intervals.from_positions(positions[positions % lane.count == lane.index] // lane.count)
 
 
 def _filters_first(pipeline: Leaf) -> bool:
@@ -190,22 +206,34 @@ def _by_expression(pipeline: Leaf) -> bool:
 class BundlesHere:
     """Bundles made in this process."""
 
-    def __init__(self, leaves: Sequence[Leaf], *, shared: bool = False, timings: Timings | None = None) -> None:
+    def __init__(
+        self,
+        leaves: Sequence[Leaf],
+        excluded: Sequence[Intervals] = (),
+        *,
+        shared: bool = False,
+        timings: Timings | None = None,
+    ) -> None:
         self.engines = [Engine(leaf, shared=shared, timings=timings) for leaf in leaves]
+        self.excluded = excluded
         self._sizes = Sizes(leaves)
         self.skipped = 0
         self.first_passes: dict[tuple[int, int], FirstPass] = {}
 
-    def begin(self) -> None:
+    def begin(self, excluded: Sequence[Intervals]) -> None:
         """Begin a pass."""
-        self.first_passes = {}
+        self.first_passes, self.excluded = {}, excluded
 
     def close(self) -> None:
         """Do nothing: there are no workers."""
 
-    def take(self, leaf: int, epoch: int, lane: Shard, row: int, total: int) -> tuple[int, Batch]:
+    def take(
+        self, leaf: int, epoch: int, lane: Shard, row: int, total: int, excluded: Intervals = EMPTY
+    ) -> tuple[int, Batch]:
         engine, started = self.engines[leaf], time.perf_counter()
-        stop, made, skipped = make_good(engine, Bundle(leaf, epoch, lane, row, min(row + self._sizes.now(leaf), total)))
+        last = min(row + self._sizes.now(leaf), total)
+        bundle = Bundle(leaf, epoch, lane, row, last, excluded.from_(row).before_(last))
+        stop, made, skipped = make_good(engine, bundle)
         self.skipped += skipped
         most = most_rows(engine, stop - row, made)
         self._sizes.took(leaf, most, stop - row, time.perf_counter() - started)
@@ -213,11 +241,19 @@ class BundlesHere:
 
 
 class Rows:
-    """A lane of a leaf. Cursor: [row, outputs delivered of those made from that row on]."""
+    """A lane of a leaf. Cursor: [row, outputs delivered of those made from that row on].
 
-    def __init__(self, bundles: Bundles, leaf: int, epoch: int, lane: Shard, cursor: At) -> None:
+    ``spared``: rows that are not excluded yet.
+    """
+
+    def __init__(
+        self, bundles: Bundles, leaf: int, epoch: int, lane: Shard, cursor: At, spared: Intervals = EMPTY
+    ) -> None:
         self._bundles, self._leaf, self._epoch, self._lane = bundles, leaf, epoch, lane
         self._row, self._skip = cursor
+        self._excluded = EMPTY
+        if bundles.excluded and bundles.excluded[leaf]:
+            self._excluded = excluded_rows(bundles.engines[leaf], bundles.excluded[leaf], epoch, lane).minus(spared)
         spec = bundles.engines[leaf].leaf
         self._total = lane.before(spec.rows)
         self._by_row = spec.group is None  # rows are independent: a resume can begin at any
@@ -229,7 +265,7 @@ class Rows:
         if self._row >= self._total:
             return None
         first, skip, by_row, kept = self._row, self._skip, self._by_row, self._kept
-        stop, made = self._bundles.take(self._leaf, self._epoch, self._lane, first, self._total)
+        stop, made = self._bundles.take(self._leaf, self._epoch, self._lane, first, self._total, self._excluded)
         made = replace(made, leaves=self._leaf) if self._leaf else made
         self._row, self._skip = stop, max(0, skip - len(made))
         left = self._skip  # outputs delivered before, made from rows of the next bundles

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
+from midepoch._internal.timings import Timings
 from midepoch.distributed.seeds import draw_global_seed
 from midepoch.errors import CheckpointMismatchError
 from midepoch.order import Order, Shard
@@ -16,7 +17,7 @@ from midepoch.pipeline.identity import identity
 from midepoch.pipeline.lanes import Lanes, Share
 from midepoch.pipeline.leaf import Leaf
 from midepoch.pipeline.node import Node
-from midepoch.pipeline.rows import Bundles
+from midepoch.pipeline.rows import Bundles, BundlesHere
 from midepoch.sources import Source
 
 
@@ -108,12 +109,14 @@ class PipelineSpec:
     @cached_property
     def leaves(self) -> tuple[Leaf, ...]:
         """The leaves as they are run, each split into the lanes."""
-        leaves, seed = self.node.leaves, self.global_seed
-        excluded = self.excluded or (EMPTY,) * len(leaves)
         return tuple(
-            replace(leaf, order=replace(leaf.order, lanes=self.lanes), global_seed=seed, path=path, excluded=rows)
-            for leaf, path, rows in zip(leaves, self.node.paths(), excluded, strict=True)
+            replace(leaf, order=replace(leaf.order, lanes=self.lanes), global_seed=self.global_seed, path=path)
+            for leaf, path in zip(self.node.leaves, self.node.paths(), strict=True)
         )
+
+    def bundles_here(self, *, shared: bool, timings: Timings | None = None) -> BundlesHere:
+        """Return the maker of bundles in this process, for lanes."""
+        return BundlesHere(self.leaves, self.excluded, shared=shared, timings=timings)
 
     def undelivered(self, epoch: int, lane: LaneCursor) -> Intervals:
         """Return the positions after a cursor of rows that are not delivered, with those of excluded rows."""

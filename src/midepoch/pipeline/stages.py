@@ -158,7 +158,7 @@ class Grouped:
         *,
         partial: bool = True,
     ) -> None:
-        self._intake, self._size, self._apply = Puller(source, inner), size, apply
+        self._intake, self._size, self._apply = Puller(source, inner, groups=True), size, apply
         self._skip, self._partial = skip, partial
 
     def pull(self) -> Chunk | None:
@@ -182,7 +182,7 @@ class Bucketed:
     """
 
     def __init__(self, source: Flow, inner: At, spec: Buckets, run: RunContext, skip: int) -> None:
-        self._intake, self._spec, self._run, self._skip = Puller(source, inner), spec, run, skip
+        self._intake, self._spec, self._run, self._skip = Puller(source, inner, groups=True), spec, run, skip
 
     def pull(self) -> Chunk | None:
         taken = self._intake.take(self._spec.budget.window)

@@ -8,7 +8,7 @@ After three batches of 64 rows of a shuffled dataset it is::
 - ``cursor``: by lane what it has taken, in ``unit``; where it is in its stages (``at``), later units that are excluded
   or were delivered ahead (``excluded``, ``ahead``: ``Intervals.encode``), and True if it has ``ended``.
 - ``unit``: "rows" or, if positions cannot be computed, "outputs". With ``budget``: batches by tokens of those.
-- ``position``: the sum of what is taken, for people.
+- ``position``: the sum of what is taken.
 - ``steps``: global batches since the run began.
 - ``parts``: the description of each of several sources. ``changes``: fields allowed to differ, and changes of a mix.
 - ``excluded``: by the number of a source, its rows before the shuffle that are not delivered.
@@ -213,8 +213,11 @@ def lane_to_json(lane: LaneCursor) -> dict[str, Any]:
     if isinstance(at, WindowAt):
         at = {"rows": lane_to_json(at.rows), "first": at.first, "checksum": at.checksum}
     found = {"taken": lane.taken, "at": at, "excluded": lane.excluded.encode(), "ahead": lane.ahead.encode()}
-    return {name: value for name, value in found.items() if value or name == "taken"} | (
-        {"ended": True} if lane.ended else {}
+    spared = {key: rows.encode() for key, rows in lane.spared.items() if rows}
+    return (
+        {name: value for name, value in found.items() if value or name == "taken"}
+        | ({"ended": True} if lane.ended else {})
+        | ({"spared": spared} if spared else {})
     )
 
 
@@ -231,7 +234,11 @@ def lane_from_json(value: Any, unit: str) -> LaneCursor:
     if not all(isinstance(text, str) for text in sets):
         raise StateError(f"the state is damaged: 'cursor' has {value!r:.60}.")
     excluded, ahead = (Intervals.decode(text).from_(value["taken"]) for text in sets)
-    return LaneCursor(value["taken"], at, excluded, ahead, bool(value.get("ended", False)))
+    spared = value.get("spared", {})
+    if not isinstance(spared, Mapping) or not all(isinstance(text, str) for text in spared.values()):
+        raise StateError(f"the state is damaged: 'cursor' has {value!r:.60}.")
+    kept = {str(key): Intervals.decode(text) for key, text in spared.items()}
+    return LaneCursor(value["taken"], at, excluded, ahead, bool(value.get("ended", False)), kept)
 
 
 def excluded_from_json(value: Mapping[str, Any], sources: int) -> tuple[Intervals, ...]:
@@ -274,7 +281,13 @@ def parse(state: Any) -> Saved:
             raise StateError(f"the state is damaged: {name!r} is {value}.")
     if not 1 <= fields["lanes"] <= _MOST_LANES or fields["unit"] not in ("rows", "outputs"):
         raise StateError(f"the state is damaged: 'lanes' is {fields['lanes']}, 'unit' is {fields['unit']!r:.40}.")
-    return Saved(fields, Cursor(fields["epoch"], _lanes(fields), fields["steps"]), _leased(fields["leased"]))
+    cursor = Cursor(fields["epoch"], _lanes(fields), fields["steps"])
+    if cursor.position != fields["position"]:
+        raise StateError(
+            f"the state is damaged: 'position' is {fields['position']}, and its lanes have taken {cursor.position}. To "
+            "edit a state, change both."
+        )
+    return Saved(fields, cursor, _leased(fields["leased"]))
 
 
 def _lanes(fields: Mapping[str, Any]) -> dict[int, LaneCursor]:

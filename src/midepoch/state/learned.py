@@ -8,8 +8,9 @@ from midepoch.errors import CheckpointMismatchError
 from midepoch.order import Shard
 from midepoch.pipeline.cursor import At, Cursor
 from midepoch.pipeline.node import Learned, Mix, Node
+from midepoch.pipeline.reach import after_done
 from midepoch.pipeline.spec import PipelineSpec
-from midepoch.state.changing import Found, LaneContext, changed_mix
+from midepoch.state.changing import Found, LaneContext, changed_mix, needed
 from midepoch.state.matching import through
 from midepoch.state.rescheduled import changed_schedule
 
@@ -33,19 +34,50 @@ def with_weights(
 
     node = Node(mix, spec.node.stages)
     new = replace(spec, node=node)
+    bundles = spec.bundles_here(shared=False) if cursor.has_done else None
+    lanes = {}
     try:
-        lanes = {
-            number: replace(
-                lane, at=through(node, lane.at, 0, LaneContext(cursor.epoch, Shard(number, spec.lanes)), convert)
-            )
-            for number, lane in cursor.lanes.items()
-        }
+        for number, lane in cursor.lanes.items():
+            of, at = LaneContext(cursor.epoch, Shard(number, spec.lanes)), lane.at
+            if bundles is not None and lane.done:
+                need = _drawn(spec.node, at, after_done(spec.node, bundles, cursor.epoch, of.lane, lane))
+                lanes[number] = replace(lane, at=_with_base(spec.node, at, convert(_base(spec.node, at), need, of)))
+            else:
+                lanes[number] = replace(lane, at=through(node, at, 0, of, convert))
     except CheckpointMismatchError:
         raise ValueError(
             f"set_weights: steps after the mix ({spec.node.text}) are in the middle of rows that they have drawn with "
             "earlier weights. Call it some steps later, or shuffle and batch the sources before they are mixed."
         ) from None
     return new, cursor._replace(lanes=lanes)
+
+
+def _drawn(node: Node, now: At, then: At) -> int | None:
+    """Return the outputs of the mix that are drawn up to a later cursor, with those of groups in progress there."""
+    need: int | None = 0
+    for stage in reversed(node.remembering):
+        need, then = needed(stage, then[1], need), then[0]
+    now = _base(node, now)
+    same = now[1] == then[1] and len(now) == len(then)
+    return int(then[0] - now[0] + need) if same and need is not None else None
+
+
+def _base(node: Node, at: At) -> At:
+    """Return the cursor of the mix in the cursor of its stages."""
+    for _ in node.remembering:
+        at = at[0]
+    return at
+
+
+def _with_base(node: Node, at: At, base: At) -> At:
+    """Return the cursor of stages with another cursor of the mix."""
+    counts = []
+    for _ in node.remembering:
+        counts.append(at[1])
+        at = at[0]
+    for count in reversed(counts):
+        base = [base, count]
+    return base
 
 
 def phase_at(spec: PipelineSpec, cursor: Cursor) -> int:
