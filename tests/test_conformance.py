@@ -694,7 +694,8 @@ def test_an_excluded_range_is_resumed_exactly(name: str, far: bool, open_ds: Cal
         return loader
 
     loader = excluding()
-    assert same(list(loader), expected) and loader.steps == len(expected)
+    assert same(list(loader), expected)
+    assert loader.steps - len(expected) in ((0, 1) if name in SHARDS else (0,))  # the last may be of other shards only
     assert same(list(loader), batches_of_epoch(make, 1))
     assert_resumes_exactly(excluding, resume_with=[make], tail=3, steps=None if far else [0, first])
     assert same(list(excluding(1)), expected)

@@ -191,7 +191,7 @@ class LaneTrack:
                         rows[number].append(rows[number][-1])
         return {
             number: [
-                (first, template, np.array(values, dtype=np.float64 if _has_floats(values) else np.int64))
+                (first, template, np.array(values, dtype=object if _has_floats(values) else np.int64))
                 for first, template, values in segments
             ]
             for number, segments in found.items()

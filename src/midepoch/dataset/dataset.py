@@ -57,6 +57,9 @@ class Dataset(Loading, Resumable):
                 return object.__getattribute__(self, name)
             raise no_attribute("a Dataset", name, dir(type(self)), habits.ATTRIBUTES)
 
+    def __dir__(self) -> list[str]:
+        return sorted(name for name in dir(type(self)) if not name.startswith("_") and name not in habits.OPENERS)
+
     # The pipeline
 
     @property
