@@ -103,7 +103,10 @@ def test_weights_to_and_from_0_in_a_window_with_the_end_of_the_mix(
 
     def rows(batch: Any) -> list[int]:
         if stage == "best fit":
-            return [1000 * int(s) + int(r) for s, r in zip(*(batch["doc_ids"][k].tolist() for k in ("source", "row")), strict=True)]
+            return [
+                1000 * int(s) + int(r)
+                for s, r in zip(*(batch["doc_ids"][k].tolist() for k in ("source", "row")), strict=True)
+            ]
         return ids(batch)
 
     steps = sum(1 for _ in make())
@@ -160,7 +163,9 @@ def test_one_number_for_a_step(kind: str, tmp_path: Path) -> None:
     assert run.steps == step and run.exact
     for number, rows in log.items() if kind in ("rows", "planned") else ():
         assert sorted(one.row for one in run.rows_of_step(number)) == sorted(rows)
-    with pytest.raises(ValueError, match=r"step 3 was delivered already: the run is at step 15\. Go back to a checkpoint"):
+    with pytest.raises(
+        ValueError, match=r"step 3 was delivered already: the run is at step 15\. Go back to a checkpoint"
+    ):
         loaders[0].exclude(steps=[3, 17])
 
 
@@ -229,6 +234,31 @@ def test_weights_that_are_set_in_a_window_of_tokens(lanes: int, tmp_path: Path) 
     proof = run.epochs[0]
     assert run.exact and proof.complete and proof.once >= len(seen), proof
     assert min(proof.once, proof.dropped, proof.pending, proof.filtered, proof.again) >= 0
+
+
+def test_the_first_rank_of_a_sequence_keeps_the_book_of_leases() -> None:
+    def make(rank: int, world: int, context: int) -> midepoch.Loader:
+        ds = midepoch.from_dict({"id": list(range(48)), "input_ids": [[n] * 4 for n in range(48)]}).shuffle(seed=1)
+        return ds.loader(2, rank=rank, world_size=world, last_batch="uneven", context_parallel=(context, 2))
+
+    states, seen = [], list[int]()
+    for rank in range(2):
+        for context in range(2):
+            loader = make(rank, 2, context)
+            with loader.lease() as items:
+                leases = [lease for _, lease in zip(range(6), items, strict=False)]
+                for number in (0, 3) if context == 0 else (0, 1, 2, 5):  # they acknowledge differently
+                    leases[number].ack()
+                    seen += ids(leases[number].batch) if context == 0 else []
+            states.append(loader.state_dict())
+    parts = []
+    for context in range(2):
+        loader = make(0, 1, context)
+        loader.load_state_dict(json.loads(json.dumps(states)))
+        parts.append([ids(batch) for batch in loader])
+    assert parts[0] == parts[1] and sorted(seen + sum(parts[0], [])) == list(range(48))
+    with pytest.raises(CheckpointMismatchError, match="the first rank of a sequence"):
+        make(0, 1, 1).load_state_dict(states[1])
 
 
 def test_an_epoch_that_is_finished_is_over(tmp_path: Path) -> None:

@@ -364,6 +364,26 @@ def test_the_state_of_one_of_several_ranks_is_not_enough(docs: midepoch.Dataset)
         docs.filter(odd).loader(4).load_state_dict([loaders[0].state_dict(), states[1]])
 
 
+def test_ranks_with_lanes_of_unequal_length_resume_in_later_epochs(numbers: Numbers) -> None:
+    """With last_batch="uneven", one rank has more batches than the other in every epoch."""
+
+    def make(rank: int, ranks: int) -> midepoch.Loader:
+        kept = numbers(0, 60).filter(lambda row: row["n"] % 2 == 0 or row["n"] < 20)
+        return kept.loader(4, rank=rank, world_size=ranks, last_batch="uneven")
+
+    loaders = [make(rank, 2) for rank in range(2)]
+    assert [len(list(loader)) for loader in loaders] == [7, 4]
+    seen = [row for loader in loaders for row in next(loader)["n"].tolist()]
+    states = [loader.state_dict() for loader in loaders]
+    for ranks in (1, 2, 3):
+        rest = []
+        for rank in range(ranks):
+            resumed = make(rank, ranks)
+            resumed.load_state_dict(states)
+            rest += [row for batch in resumed for row in batch["n"].tolist()]
+        assert sorted(seen + rest) == [n for n in range(60) if n % 2 == 0 or n < 20]
+
+
 def test_a_checkpoint_keeps_the_lanes(docs: midepoch.Dataset, tmp_path: Path) -> None:
     """A stream in PipelineCheckpoint: one process, exactly."""
     make: Callable[[], Any] = lambda: docs.shuffle(seed=1).filter(odd).pack(16, "tokens").loader(3)  # noqa: E731

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -329,10 +330,14 @@ class Steps(ColumnSteps):
         if not callable(function):
             expression = " or a pyarrow expression" if kind == "filter" else ""
             raise TypeError(f"{kind} takes a function{expression}, got {function!r}")
+        called = function if inspect.isroutine(function) else getattr(function, "__call__", function)  # noqa: B004
+        if inspect.iscoroutinefunction(called) or inspect.isasyncgenfunction(called):
+            raise TypeError(f"{kind} calls a function and uses its result, but {_name(function)} is async. Use def.")
+        if kind == "filter" and inspect.isgeneratorfunction(called):
+            raise TypeError(f"filter needs True or False, but {_name(function)} is a generator function. Use return.")
         used = None if input_columns is None else names_of(input_columns)
         if used is not None and self._columns is not None:
-            name = getattr(function, "__name__", type(function).__name__)
-            check_columns(used, self._columns, f"{kind}({name})")
+            check_columns(used, self._columns, f"{kind}({_name(function)})")
         if self._has_items:
             if batched or used is not None or kind not in ("map", "filter", "flat_map"):
                 raise ValueError(f"{kind}: a row is an item here, without columns. {NAME_COLUMNS}")
@@ -395,3 +400,7 @@ def _lengths_of(node: Node, strategy: str) -> Schedule:
             "end at other tokens. Filter, map and batch the sources before they are mixed."
         )
     return schedule
+
+
+def _name(function: Any) -> str:
+    return getattr(function, "__name__", None) or type(function).__name__

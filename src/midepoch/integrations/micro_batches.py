@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from midepoch.errors import CheckpointNotFoundError, MidepochError
 from midepoch.integrations.states import for_all_ranks
 from midepoch.loader import Loader
+from midepoch.transforms.provenance import BOUNDS, DOCUMENTS
 
 _STATE = "midepoch"
 """The key of the position in the state of a framework's dataloader."""
@@ -153,6 +154,9 @@ def cut(batch: Any, size: int) -> list[Any]:
             f"batches must be dicts of columns to be cut into micro-batches, got {type(batch).__name__}. Return a dict "
             "from collate_fn."
         )
+    if (documents := batch.get(DOCUMENTS)) is not None:
+        rest = cut({name: column for name, column in batch.items() if name != DOCUMENTS}, size)
+        return [{**part, DOCUMENTS: _documents(documents, at * size, size)} for at, part in enumerate(rest)]
     lengths = {name: len(column) for name, column in batch.items()}
     rows = max(lengths.values())
     if other := {name: length for name, length in lengths.items() if length != rows}:
@@ -163,3 +167,11 @@ def cut(batch: Any, size: int) -> list[Any]:
     if rows % size:
         raise ValueError(f"a batch of {rows} rows cannot be cut into micro-batches of {size}. Use last_batch='drop'.")
     return [{name: column[at : at + size] for name, column in batch.items()} for at in range(0, rows, size)]
+
+
+def _documents(documents: Mapping[str, Any], first: int, size: int) -> dict[str, Any]:
+    """Return the documents of some sequences of a batch."""
+    bounds = documents[BOUNDS][first : first + size + 1]
+    begin, end = int(bounds[0]), int(bounds[-1])
+    pieces = {name: column[begin:end] for name, column in documents.items() if name != BOUNDS}
+    return {**pieces, BOUNDS: bounds - begin}

@@ -90,6 +90,8 @@ class Batching:
             return self._without_budget(spec, layout, context)
         budget = self._budget(spec, layout, context, most_rows)
         batched = Batched(spec, layout=layout)
+        if layout is None and context is not None:  # the user's function makes the batch, and it is split after that
+            batched = batched._replace(context=context, pads=self._pads())
         lengths = self._known_lengths(spec, dataset)
         if lengths is None:
             return self._at_run_time(batched, budget)
@@ -116,10 +118,8 @@ class Batching:
             for name, value in (("bucket_window", self.window), ("balance", self.balance)):
                 if value is not None:
                     raise ValueError(f"{name} is for batches by tokens: add max_tokens, or omit it.")
-        if collated and (self.layout is not None or context is not None or self.pad_values is not None):
-            raise ValueError(
-                "layout, pad_values and context_parallel arrange the batch themselves. Omit them, or collate_fn."
-            )
+        if collated and (self.layout is not None or (self.pad_values is not None and context is None)):
+            raise ValueError("layout and pad_values arrange the batch themselves. Omit them, or collate_fn.")
 
     def _layout(self, spec: PipelineSpec, collated: bool, context: ContextSlice | None) -> Layout | None:
         kind = self.layout

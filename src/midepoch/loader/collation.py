@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ from midepoch.loader.options import PADDING, Options
 from midepoch.loader.provenance import PACKED, check_names, with_columns
 from midepoch.transforms import Batch, finish, present, present_rows
 from midepoch.transforms.default_collate import ITEMS
-from midepoch.transforms.formats import Allocate, can_repeat
+from midepoch.transforms.formats import Allocate, as_tensor, can_repeat
 from midepoch.transforms.generators import Generators, Seeds
 from midepoch.transforms.provenance import DOCUMENTS, DocumentTable
 
@@ -98,8 +99,23 @@ def collated(batch: Batch, kind: str, options: Options, generators: Generators, 
         return function(rows)
 
     try:
-        return generators.run("collate_fn", ("collate", 0, epoch), collate, repeatable=can_repeat(batch))
+        value = generators.run("collate_fn", ("collate", 0, epoch), collate, repeatable=can_repeat(batch))
     except Exception as problem:  # a StopIteration would end the epoch silently
         raise MapError(
             f"collate_fn failed on a batch of {len(batch)} rows{where}: {type(problem).__name__}: {problem}"
         ) from problem
+    return value if options.context is None or options.collate_columns else _split(value, options)
+
+
+def _split(value: Any, options: Options) -> Any:
+    """Return this rank's part of every sequence of a batch that a function of the user made."""
+    assert options.context is not None
+    if not isinstance(value, Mapping):
+        raise MapError(
+            f"context_parallel splits batches that are dicts of arrays or tensors, and collate_fn returned a "
+            f"{type(value).__name__}. Return a dict."
+        )
+    arrays = {name: column.numpy() if hasattr(column, "numpy") else column for name, column in value.items()}
+    parts = options.context.cut(arrays, pads=options.pads)
+    tensors = any(hasattr(column, "numpy") for column in value.values())
+    return {name: as_tensor(part) if tensors and isinstance(part, np.ndarray) else part for name, part in parts.items()}

@@ -292,7 +292,10 @@ class Loader(Resumable):
             self._ledger.flush()
         planning = self._options.planning
         state = states.save(self.pipeline, cursor, "" if planning is None else planning.budget.text)
-        return state if own is None else {**state, "leased": own.to_json()}
+        leases = {} if own is None else own.to_json()
+        if tracker is not None and self._options.context_rank:
+            leases["context_rank"] = self._options.context_rank
+        return {**state, "leased": leases} if leases else state
 
     def load_state_dict(self, state: Any, *, allow: Collection[str] = ()) -> None:
         """Continue from a state, or from the list of the states of all ranks.
@@ -593,7 +596,8 @@ class Loader(Resumable):
 
         ``max_out``: the most leases that may be out. The next one then waits for an acknowledgement, and raises
         TimeoutError after ``timeout`` seconds. Ranks do not wait for each other. With ``steps_per_epoch``, a block has
-        that number of steps, and waits for all leases at the end of an epoch of the data.
+        that number of steps, and waits for all leases at the end of an epoch of the data. With ``context_parallel``,
+        the acknowledgements of the first rank of a sequence count for all of its ranks.
         """
         if max_out is not None:
             max_out = integer(max_out, "lease(max_out=…)", 1)

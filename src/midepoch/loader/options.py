@@ -110,6 +110,12 @@ class Options:
     provenance: str = ""
 
     @property
+    def context_rank(self) -> int:
+        """The rank among those that get parts of the same sequences."""
+        slices = (self.context, None if self.layout is None else self.layout.context)
+        return next((one.rank for one in slices if one is not None), 0)
+
+    @property
     def budget(self) -> Budget | None:
         """The budget of tokens of a batch."""
         return self.bunches if self.planning is None else self.planning.budget

@@ -191,6 +191,14 @@ class Saved:
     fields: Mapping[str, Any]
     cursor: Cursor
     leased: Leased | None
+    raw: Mapping[str, Any]
+    """As it was given."""
+
+    @property
+    def context_rank(self) -> int:
+        """The rank of context parallelism, if leases were out: the first one keeps the book of a sequence."""
+        found = self.fields["leased"].get("context_rank", 0)
+        return found if is_count(found) else 0
 
     def __getitem__(self, name: str) -> Any:
         return self.fields[name]
@@ -287,7 +295,7 @@ def parse(state: Any) -> Saved:
             f"the state is damaged: 'position' is {fields['position']}, and its lanes have taken {cursor.position}. To "
             "edit a state, change both."
         )
-    return Saved(fields, cursor, _leased(fields["leased"]))
+    return Saved(fields, cursor, _leased(fields["leased"]), state)
 
 
 def _lanes(fields: Mapping[str, Any]) -> dict[int, LaneCursor]:
@@ -301,7 +309,7 @@ def _lanes(fields: Mapping[str, Any]) -> dict[int, LaneCursor]:
 
 
 def _leased(fields: Mapping[str, Any]) -> Leased | None:
-    if not fields:
+    if not fields or (set(fields) == {"context_rank"} and is_count(fields["context_rank"])):
         return None
     try:
         shard, outputs, turn = Shard(fields["rank"], fields["ranks"]), fields.get("outputs"), fields.get("turn", 0)

@@ -137,14 +137,23 @@ def one_of(state: Any, shard: Shard) -> Any:
     states = _states(state)
     if any(one.leased for one in states):
         return state
-    return state[rank_to_load(states, shard)]
+    return states[rank_to_load(states, shard)].raw
 
 
 def _states(state: Any) -> list[Saved]:
     states = [parse(one) for one in (state if isinstance(state, (list, tuple)) else [state])]
     if not states:
         raise StateError("the list of the states of all ranks is empty. Pass the state of each rank.")
-    return states
+    keepers = [one for one in states if not one.context_rank]
+    if not keepers:
+        raise CheckpointMismatchError(
+            "leased",
+            f"the state of rank {states[0].context_rank} of context_parallel",
+            "none of the first",
+            "with leases, the acknowledgements of the first rank of a sequence count for all of its ranks. Load the "
+            "state of that rank on all of them, or the list of the states of all ranks",
+        )
+    return keepers
 
 
 def _context(cursor: Cursor, lane: int, lanes: int) -> LaneContext:

@@ -256,6 +256,11 @@ def _token_columns(columns: Mapping[str, Any], tokens: Sequence[str] | None) -> 
                 raise ValueError(f"every one of the {total} documents has one token: pass tokens= to cut().")
         else:
             tokens = [n for n, c in arrays.items() if c.ndim == 2 and c.dtype.kind in "biuf"]
+    if not tokens and any(isinstance(column, list) for column in columns.values()):
+        raise ColumnError(
+            'context parallelism: the rows of a batch have different lengths. Pass loader(layout="padded") or '
+            'loader(layout="varlen"), or pack sequences.'
+        )
     if not tokens:
         raise ColumnError(f"context parallelism: no column of sequences. There are: {', '.join(columns)}.")
     shapes = {name: np.shape(columns[name]) for name in tokens}
