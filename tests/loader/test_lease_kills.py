@@ -138,7 +138,7 @@ def test_batches_by_tokens_are_leased(name: str, open_ds: Callable[[], midepoch.
     assert sum(simulate(name, open_ds, seed, TOKENS) for seed in range(2)) >= 4
 
 
-@pytest.mark.parametrize("options", [{"batch_size": 4}, TOKENS], ids=["rows", "tokens"])
+@pytest.mark.parametrize("options", [{"batch_size": 4}, {**TOKENS, "max_tokens": 20}], ids=["rows", "tokens"])
 @pytest.mark.parametrize("acks", [(2, 0), (0, 2), (99, 0), (0, 99), (2, 1), (0, 0)], ids=str)
 def test_a_rank_that_has_acknowledged_nothing(
     acks: tuple[int, int], options: dict[str, Any], open_ds: Callable[[], midepoch.Dataset]

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from data import Numbers, dataset_of
 from midepoch.order import Shard
-from midepoch.order.intervals import Intervals
+from midepoch.order.intervals import EMPTY, Intervals
 from midepoch.pipeline.chunk import materialize
 from midepoch.pipeline.cursor import Cursor, LaneCursor, WindowAt
 from midepoch.pipeline.lanes import Lanes, Share, StepOutputs
@@ -104,8 +104,12 @@ class MadeHere:
         self.engines: Any = [SimpleNamespace(leaf=leaf)]
         self.times, self.skipped = times, 0
         self.first_passes: Any = {}
+        self.excluded = ()
 
-    def take(self, leaf: int, epoch: int, lane: Shard, row: int, total: int) -> tuple[int, Batch]:
+    def take(
+        self, leaf: int, epoch: int, lane: Shard, row: int, total: int, excluded: Intervals = EMPTY
+    ) -> tuple[int, Batch]:
+        assert not excluded
         stop = min(row + 3, total)
         rows = lane.locals(row, stop)
         places = np.repeat(np.arange(len(rows)), [self.times[row] for row in rows])

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from midepoch.errors import CheckpointNotFoundError, MidepochError
 from midepoch.integrations.states import for_all_ranks
 from midepoch.loader import Loader
+from midepoch.loader.combining import meaningless
 from midepoch.transforms.provenance import BOUNDS, DOCUMENTS
 
 _STATE = "midepoch"
@@ -43,10 +44,11 @@ class MicroBatches:
     """
 
     def __init__(self, loader: Loader, size: int, *, group: Any = None) -> None:
-        if loader.options.budget is not None or loader.options.layout is not None:
+        if loader.options.budget is not None:
+            raise meaningless("tokens, planned", "micro-batches")
+        if loader.options.layout is not None:
             raise ValueError(
-                "micro-batches need batches with a number of rows: omit max_tokens and layout, and pack sequences "
-                "with Dataset.pack."
+                "micro-batches need batches with a number of rows: omit layout, and pack sequences with Dataset.pack."
             )
         self.loader, self._size, self._group = loader, size, group
         self._before: Any = None

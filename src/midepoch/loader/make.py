@@ -14,6 +14,7 @@ from midepoch.distributed.seeds import check_agreed
 from midepoch.distributed.world import find_world, groups_of
 from midepoch.errors import WorldError
 from midepoch.loader.batching import Batched, Batching
+from midepoch.loader.combining import meaningless
 from midepoch.loader.equal import EqualSteps, RankConsistencyCheck
 from midepoch.loader.loader import Loader
 from midepoch.loader.movers import check_device
@@ -66,7 +67,7 @@ def make_loader(
     rows, sizes = batch_size, None
     if batching.max_tokens is not None:
         if isinstance(rows, Mapping):
-            raise ValueError("batch_size as a schedule and max_tokens exclude each other. Omit one of them.")
+            raise meaningless("sizes by step", "tokens, planned")
         rows = None if rows is None else integer(rows, "loader(batch_size=…)", 1)
         batch_size = 1  # of batches that a budget makes
     elif isinstance(batch_size, Mapping):
