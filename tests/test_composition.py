@@ -109,7 +109,7 @@ class Case:
         if "steps_per_epoch" in self.features:
             options["steps_per_epoch"] = 4
         if "context_parallel" in self.features:
-            options["context_parallel"] = (1, 2)
+            options["context_parallel"] = (0 if "lease" in self.features else 1, 2)
         if "provenance" in self.features:
             options["provenance"] = True
         if "collate_fn" in self.features:

@@ -24,6 +24,7 @@ from data import numbered
 from midepoch.audit import Ledger, read_run
 from midepoch.loader import feeds, movers
 from midepoch.testing import assert_resumes_exactly, same
+from states import lanes_of
 
 ROWS = 37
 Pipeline = Callable[[midepoch.Dataset], midepoch.Dataset]
@@ -290,7 +291,7 @@ def counted(state: dict[str, Any]) -> dict[str, Any]:
 
     A cursor is before or after rows that yield nothing, depending on the size of a chunk, which depends on time.
     """
-    lanes = {number: {**lane, "at": None} for number, lane in state["cursor"].items()}
+    lanes = {number: {**lane, "at": None} for number, lane in lanes_of(state).items()}
     return {**state, "cursor": lanes}
 
 

@@ -12,6 +12,7 @@ import midepoch
 from midepoch.errors import CheckpointMismatchError, StateError
 from midepoch.order.intervals import Intervals
 from midepoch.testing import same
+from states import lanes_of, with_lane, with_more
 from test_conformance import IN_LANES, PIPELINES, SHARDS
 
 ALONE = [*SHARDS, "take", "skip", "zip"]  # one lane only
@@ -26,7 +27,7 @@ def open_ds(small_files: list[str]) -> Callable[[], midepoch.Dataset]:
 
 
 def outputs_by_lane(state: dict[str, Any]) -> dict[int, int]:
-    return {int(lane): cursor["taken"] for lane, cursor in state["cursor"].items()}
+    return {lane: cursor["taken"] for lane, cursor in lanes_of(state).items()}
 
 
 def numbered(make: Make) -> tuple[list[Key], list[Any], dict[str, Any]]:
@@ -47,13 +48,12 @@ def numbered(make: Make) -> tuple[list[Key], list[Any], dict[str, Any]]:
 
 def with_done(state: dict[str, Any], keys: list[Key], reasons: tuple[str, ...] = REASONS) -> dict[str, Any]:
     """Return a state with outputs that are done, for each of the reasons in turn."""
-    cursor = {lane: dict(one) for lane, one in state["cursor"].items()}
     for place, reason in enumerate(reasons):
         mine = keys[place :: len(reasons)]
         for lane in {lane for lane, _ in mine}:
             done = Intervals.from_positions([number for at, number in mine if at == lane])
-            cursor[str(lane)][reason] = done.encode()
-    return {**state, "cursor": cursor}
+            state = with_lane(state, lane, **{reason: done.encode()})
+    return state
 
 
 def rest(make: Make, state: Any, size: int = 1, **options: Any) -> list[Any]:
@@ -114,17 +114,17 @@ def test_a_state_has_what_is_done_for_each_reason(name: str, open_ds: Callable[[
     loader = PIPELINES[name](open_ds()).loader(1)
     next(loader)
     state = loader.state_dict()
-    assert not {*REASONS} & {*state["cursor"]["0"]}
+    assert not {*REASONS} & {*lanes_of(state)[0]}
     given = with_done(state, [(0, 3), (0, 5)])
     loader.load_state_dict(given)
     assert loader.state_dict()["cursor"] == given["cursor"]
     for taken in (2, 3, 5, 7):  # or more, where those that are done are passed at once
         next(loader)
-        lane = loader.state_dict()["cursor"]["0"]
+        lane = lanes_of(loader.state_dict())[0]
         assert taken <= lane["taken"] <= taken + 1
         for reason, number in zip(REASONS, (3, 5), strict=True):
-            assert (reason in lane) == (number >= lane["taken"])
-            assert reason not in lane or Intervals.decode(lane[reason]).positions().tolist() == [number]
+            assert bool(lane.get(reason)) == (number >= lane["taken"])
+            assert not lane.get(reason) or Intervals.decode(lane[reason]).positions().tolist() == [number]
     assert not {*REASONS} & {*lane}
 
 
@@ -135,9 +135,8 @@ def test_a_damaged_field_is_refused(name: str, field: str, value: Any, open_ds: 
     loader = PIPELINES[name](open_ds()).loader(4)
     next(iter(loader))
     state = loader.state_dict()
-    lane = {**state["cursor"]["0"], field: value}
     with pytest.raises(StateError, match="damaged"):
-        loader.load_state_dict({**state, "cursor": {"0": lane}})
+        loader.load_state_dict(with_lane(state, 0, **{field: value}))
 
 
 def test_another_mix_is_refused_while_outputs_are_done(open_ds: Callable[[], midepoch.Dataset]) -> None:
@@ -156,11 +155,11 @@ def test_another_mix_is_refused_while_outputs_are_done(open_ds: Callable[[], mid
 
 @pytest.mark.parametrize("name", ["rows", "filter"])
 @pytest.mark.parametrize(
-    "value", [{"0": 0}, {"0": None}, {"0": []}, {"0": "x"}, {"9": ""}, {"x": ""}, [], "{}"], ids=repr
+    "value", [[[0, 0]], [[0, None]], [[0, []]], [[0, "x"]], [[9, ""]], [["x", ""]], [[0]], {"0": ""}, "{}"], ids=repr
 )
 def test_damaged_exclusions_are_refused(name: str, value: Any, open_ds: Callable[[], midepoch.Dataset]) -> None:
     loader = PIPELINES[name](open_ds()).loader(4)
     loader.exclude(rows=[3, 5])
     next(iter(loader))
     with pytest.raises(StateError, match="damaged"):
-        loader.load_state_dict({**loader.state_dict(), "excluded": value})
+        loader.load_state_dict(with_more(loader.state_dict(), excluded=value))

@@ -18,6 +18,7 @@ from midepoch import CheckpointMismatchError
 from midepoch.order.budget import Budget, dealt
 from midepoch.order.keys import derive
 from midepoch.testing import assert_resumes_exactly
+from states import lane_of, lanes_of, with_lane
 
 ROWS = 150
 
@@ -226,7 +227,7 @@ def test_the_budget_may_change_in_the_middle_of_a_window(
     third = ds.loader(max_tokens=200, bucket_window=75)
     third.load_state_dict(second.state_dict())
     state = third.state_dict()
-    assert state["cursor"]["0"]["at"]["rows"]["ahead"] and len(json.dumps(state)) < 1024
+    assert lane_of(lanes_of(state)[0]["at"][0])["ahead"] and len(json.dumps(state)) < 1024
     again = ds.loader(max_tokens=200, bucket_window=75)
     again.load_state_dict(state)
     rest = epoch_of(third)
@@ -453,17 +454,18 @@ def test_a_state_of_other_lengths_is_refused(open_ds: Callable[[], midepoch.Data
         later.load_state_dict(first.state_dict())
         fresh.set_epoch(1)
         assert [ids(batch) for batch in later] == [ids(batch) for batch in fresh]
-    lane = loader.state_dict()["cursor"]["0"]
+    [rows, begin, checksum] = lanes_of(loader.state_dict())[0]["at"]
     for at in (
         None,
         3,
         [3],
-        {},
-        {**lane["at"], "rows": 3},
-        {**lane["at"], "first": -1},
-        {**lane["at"], "checksum": "x"},
+        [],
+        {"rows": rows, "first": begin, "checksum": checksum},
+        [3, begin, checksum],
+        [rows, -1, checksum],
+        [rows, begin, "x"],
     ):
-        damaged = {**loader.state_dict(), "cursor": {"0": {**lane, "at": at}}}
+        damaged = with_lane(loader.state_dict(), 0, at=at)
         for options in ({"max_tokens": 200, "bucket_window": 40}, {"max_tokens": 200}):
             with pytest.raises(midepoch.StateError, match="damaged"):
                 ds.loader(**options).load_state_dict(damaged)

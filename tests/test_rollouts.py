@@ -48,7 +48,7 @@ def check(folder: Path, said: str) -> None:
     (epoch,) = read_run(folder / "ledger").epochs
     assert epoch.exact and epoch.complete and epoch.leases is not None
     assert (epoch.leases.acknowledged, epoch.leases.rejected) == (PROMPTS, len(others))
-    assert (epoch.leases.repeated, epoch.leases.never, epoch.leases.out) == (0, 0, 0)
+    assert (epoch.repeated, epoch.never, epoch.leases.out) == (0, 0, 0)
     first = resumed_from(folder)
     assert said.splitlines() == [
         f"Resumed from step {first}" if first else "Started",

@@ -153,7 +153,7 @@ def _before(run: Simulation, key: tuple[int, int], begun: tuple[int, int]) -> bo
 
 
 def at(loader: midepoch.Loader, position: int) -> dict[str, Any]:
-    cursor = {"0": {"taken": position}} if position else {}
+    cursor = [[0, position]] if position else []
     return {
         **loader.state_dict(),
         "position": position,

@@ -17,7 +17,6 @@ from midepoch.audit import Ledger, read_run
 from midepoch.audit.figures import Figures, read_figures
 from midepoch.audit.starts import is_gone, process_name, process_space
 
-OLD = Path(__file__).parents[1] / "fixtures" / "ledger-v2"
 VALUES = st.none() | st.integers(0, 2**60)
 
 

@@ -34,7 +34,7 @@ def told(run: Run, epoch: int = 0) -> tuple[int, int, int, int, int]:
 
 def at(loader: midepoch.Loader, position: int, epoch: int = 0) -> dict[str, Any]:
     size = (loader.batch_size or 1) * loader.shard.count
-    cursor = {"0": {"taken": position}} if position else {}
+    cursor = [[0, position]] if position else []
     return {
         **loader.state_dict(),
         "epoch": epoch,

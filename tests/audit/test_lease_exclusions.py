@@ -12,6 +12,7 @@ import midepoch
 from data import write_arrow
 from midepoch.audit import EpochProof, Ledger, read_run
 from midepoch.order.intervals import Intervals
+from states import lanes_of, with_lane
 
 ROWS, KEPT = 92, 61
 STEPS: dict[str, Any] = {"steps": range(3, 5)}
@@ -113,10 +114,9 @@ def test_what_was_neither_excluded_nor_acknowledged_is_found(data: str) -> None:
     loader.exclude(**STEPS)
     acknowledge(loader, 1)
     state = loader.state_dict()
-    excluded = Intervals.decode(state["cursor"]["0"]["excluded"])
+    excluded = Intervals.decode(lanes_of(state)[0]["excluded"])
     assert (excluded.starts.tolist(), excluded.stops.tolist()) == ([16], [32])
-    lane = {**state["cursor"]["0"], "ahead": Intervals.of(32, 40).encode()}
-    acknowledge(start(data, 2, state={**state, "cursor": {"0": lane}}))
+    acknowledge(start(data, 2, state=with_lane(state, 0, ahead=Intervals.of(32, 40).encode())))
     found = proof(data)
     assert not found.exact
     assert (found.never, found.excluded, found.examples) == (8, 16, tuple(range(32, 40)))

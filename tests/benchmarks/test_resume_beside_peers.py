@@ -70,7 +70,8 @@ def test_a_state_of_one_rank_ahead_loses_rows(dataset: launch.Data) -> None:
 
     def ahead(state: dict[str, object]) -> dict[str, object]:
         assert isinstance(state[position], int)
-        return {**state, position: state[position] + 48}
+        later = state[position] + 48
+        return {**state, position: later, "cursor": [[0, later]]}
 
     outcomes = cases.measure(ranks_in_turn(dataset, ahead), ROWS, [cases.CASES[0], cases.CASES[6]])
     assert str(outcomes["same settings"]) == "48 / 0, other order"

@@ -5,14 +5,15 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from midepoch.loader.plans import Plan
 from midepoch.order import Layout, Order, Selection, Shard, Shuffle
+from midepoch.pipeline.cursor import Cursor, LaneCursor
+from midepoch.pipeline.plans import Plan
 
 ROWS, RANKS, WORKERS, BATCH = 10**9 + 7, 1024, 8, 16
 
 
 def plan_of(start: int, ranks: int, ends: str) -> Plan:
-    return Plan.of(0, start, ROWS, ranks * BATCH, ends)
+    return Plan.of(Cursor.at_row(0, LaneCursor(start)), ROWS, BATCH, ranks, ends)
 
 
 @pytest.mark.parametrize("ends", ["drop", "pad", "uneven"])
@@ -20,9 +21,9 @@ def test_steps_are_cut_disjoint_complete_and_balanced(ends: str) -> None:
     plan, draw = plan_of(123_456_789, RANKS, ends), np.random.default_rng(1)
     steps = {0, 1, len(plan) - 1, *draw.integers(0, len(plan), 12).tolist()}
     for step in steps:
-        first, stop = plan.bounds(step)
-        shares = [Shard(rank, RANKS).positions(first, plan.reach(step)) for rank in range(RANKS)]
-        assert np.array_equal(np.sort(np.concatenate(shares)), np.arange(first, plan.reach(step)))
+        first, stop = plan._bounds(step)
+        shares = [Shard(rank, RANKS).positions(first, plan._reach(step)) for rank in range(RANKS)]
+        assert np.array_equal(np.sort(np.concatenate(shares)), np.arange(first, plan._reach(step)))
         sizes = {len(share) for share in shares}
         assert max(sizes) - min(sizes) <= (ends == "uneven")
         assert step < len(plan) - 1 or stop == plan.end
@@ -39,7 +40,7 @@ def test_an_epoch_on_changing_clusters_is_cut_without_gap_or_overlap() -> None:
     for ranks in (1024, 768, 1000, 1, 17, 1024):
         plan = plan_of(start, ranks, "uneven")
         steps = len(plan) if ranks == 1024 and start else int(draw.integers(1, len(plan)))
-        stop = plan.bounds(steps - 1)[1]
+        stop = plan._bounds(steps - 1)[1]
         shares = np.array([Shard(r, ranks).before(stop) - Shard(r, ranks).before(start) for r in range(ranks)])
         assert shares.sum() == stop - start
         assert shares.max() - shares.min() <= 1
@@ -54,7 +55,7 @@ def test_each_rank_finds_its_first_batch_by_itself(scope: str) -> None:
     layout = Layout(blocks, np.array([0, ROWS // 2, ROWS]))
     order = Order(Selection.of_ranges([(0, ROWS)]), Shuffle(5, scope, 64), lanes=RANKS).at(3, layout)
     plan = plan_of(700_000_001, RANKS, "drop")
-    first, stop = plan.bounds(0)
+    first, stop = plan._bounds(0)
     found = np.concatenate([order.rows(Shard(rank, RANKS).positions(first, stop)) for rank in range(RANKS)])
     assert len(np.unique(found)) == RANKS * BATCH
     assert found.min() >= 0 and found.max() < ROWS

@@ -163,7 +163,7 @@ def test_example(trl_forks: Forks, tmp_path: Path) -> None:
     assert trained(tmp_path) == dict.fromkeys(range(40), 4)
     (epoch,) = read_run(tmp_path / "ledger").epochs
     assert epoch.exact and epoch.complete and epoch.leases is not None
-    assert (epoch.leases.acknowledged, epoch.leases.never, epoch.leases.out) == (40, 0, 0)
+    assert (epoch.leases.acknowledged, epoch.never, epoch.leases.out) == (40, 0, 0)
 
 
 def test_rows_are_prepared_as_by_trl(trl_forks: Forks, tmp_path: Path) -> None:

@@ -49,6 +49,6 @@ def test_every_prompt_once_over_kills(tmp_path: Path) -> None:
     (epoch,) = read_run(tmp_path / "ledger").epochs
     assert epoch.exact and epoch.complete and epoch.leases is not None
     assert (epoch.leases.acknowledged, epoch.leases.rejected) == (PROMPTS, len(others))
-    assert (epoch.leases.repeated, epoch.leases.never, epoch.leases.out) == (0, 0, 0)
+    assert (epoch.repeated, epoch.never, epoch.leases.out) == (0, 0, 0)
     saved = [f"Saved step {step}" for step in range(6 + EVERY, len(steps) + 1, EVERY)]
     assert done.stdout.splitlines() == ["Resumed from step 6", *saved]

@@ -19,6 +19,7 @@ from midepoch.cli.app import app
 from midepoch.testing import same
 from midepoch.tools.describe import describe
 from midepoch.tools.plan import plan_resume
+from states import with_more
 from test_planned_batches import LOADERS, epoch_of, folder, ids  # noqa: F401  (a fixture)
 
 Make = Callable[..., midepoch.Loader]
@@ -313,9 +314,9 @@ def test_what_cannot_be_excluded(open_ds: Callable[[], midepoch.Dataset], planne
     with pytest.raises(TypeError, match="takes numbers of rows"):
         open_ds().loader(4).exclude(rows=["a"])
     loader = planned_ds().loader(4)
-    for damaged in ({"4": ""}, {"0": 1}, {"a": ""}, '{"4": ""}'):
+    for damaged in ([[4, ""]], [[0, 1]], [["a", ""]], {"4": ""}, '{"4": ""}'):
         with pytest.raises(StateError, match="'excluded' is"):
-            loader.load_state_dict({**loader.state_dict(), "excluded": damaged})
+            loader.load_state_dict(with_more(loader.state_dict(), excluded=damaged))
 
 
 def test_tools_say_what_is_excluded(open_ds: Callable[[], midepoch.Dataset], tmp_path: Path) -> None:

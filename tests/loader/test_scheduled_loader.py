@@ -123,7 +123,7 @@ def test_a_damaged_description_of_a_schedule_is_refused(name: str, value: Any, s
     loader = rows(sources).loader()
     next(loader)
     state = loader.state_dict()
-    parts = {**state["parts"], name: value}
+    parts = [list(pair) for pair in (dict(state["parts"]) | {name: value}).items()]
     with pytest.raises((StateError, CheckpointMismatchError)):
         rows(sources).loader().load_state_dict({**state, "parts": parts})
 

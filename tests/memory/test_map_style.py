@@ -261,7 +261,7 @@ def test_many_items_take_no_room(tmp_path: Path) -> None:
     ds = midepoch.from_map_style(range(1 << 26), cache_dir=tmp_path)
     assert sum(path.stat().st_size for path in tmp_path.rglob("part-*")) < 1 << 20
     loader = ds.shuffle(seed=1).loader(4)
-    loader.load_state_dict({**loader.state_dict(), "position": 60_000_000})
+    loader.load_state_dict({**loader.state_dict(), "position": 60_000_000, "cursor": [[0, 60_000_000]]})
     assert len(next(iter(loader))) == 4 and ds[1 << 25] == 1 << 25
 
 

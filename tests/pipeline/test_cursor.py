@@ -84,7 +84,7 @@ def test_at_end_keeps_all_but_what_is_left() -> None:
 
 
 def test_the_next_epoch_keeps_the_steps() -> None:
-    assert Cursor(2, {1: at(3, True)}, 6).next_epoch() == Cursor(3, {}, 6)
+    assert Cursor(2, {1: at(3, True)}, 6).next_epoch() == Cursor(3, {}, 6, 6)
 
 
 @given(lanes=st.integers(1, 12), world=st.integers(1, 12))
@@ -236,4 +236,4 @@ def test_a_dataset_saves_the_cursor_that_it_resumes_from(numbers: Numbers) -> No
     ds = numbers(0, 20).filter(lambda row: row["n"] % 3 > 0).skip(2).take(5)
     rows = iter(ds)
     assert [next(rows)["n"] for _ in range(3)] == [4, 5, 7]
-    assert ds.state_dict()["cursor"] == {"0": {"taken": 3, "at": [[[8, 0], 5], 3]}}
+    assert ds.state_dict()["cursor"] == [[0, 3, [[[8, 0], 5], 3]]]

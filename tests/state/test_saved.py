@@ -102,6 +102,37 @@ def test_a_loader_is_an_item_of_torchs_distributed_checkpoints(ds: midepoch.Data
     assert same(list(resumed), list(loader.current_pass()))
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_torchs_distributed_checkpoints_load_what_a_new_loader_does_not_have(
+    ds: midepoch.Dataset, tmp_path: Path
+) -> None:
+    dcp = pytest.importorskip("torch.distributed.checkpoint")
+    loader, resumed = (ds.shuffle(seed=1).loader(4) for _ in range(2))
+    next(loader)
+    loader.exclude(rows=[3, 4])
+    loader.exclude(steps=[4])
+    dcp.save({"data": loader}, checkpoint_id=str(tmp_path), no_dist=True)
+    dcp.load({"data": resumed}, checkpoint_id=str(tmp_path), no_dist=True)
+    assert resumed.state_dict() == loader.state_dict()
+    assert same(list(resumed), list(loader.current_pass()))
+
+
+@pytest.mark.parametrize("name", ["rows", "excluded", "filter", "mix"])
+def test_keys_are_constant_and_values_are_no_dicts(ds: midepoch.Dataset, name: str) -> None:
+    def holds_dict(value: Any) -> bool:
+        return isinstance(value, dict) or (isinstance(value, list) and any(map(holds_dict, value)))
+
+    loader = streams(ds)[name]()
+    before = loader.state_dict()
+    for _ in range(2):
+        for _ in range(2):
+            next(loader)
+            state = loader.state_dict()
+            assert list(state) == list(before)
+            assert not any(map(holds_dict, state.values()))
+        list(loader.current_pass())
+
+
 def mismatches(ds: midepoch.Dataset, tmp_path: Path) -> dict[str, tuple[midepoch.Dataset, str]]:
     other = midepoch.from_files(write_arrow(tmp_path / "other.arrow", numbered(1000, 1037), 4))
     return {
@@ -146,22 +177,38 @@ def test_windows_must_agree(ds: midepoch.Dataset) -> None:
         {"position": True},
         {"position": None},
         {"position": 3},
-        {"cursor": {"0": {"taken": 3}}},
-        {"position": 38, "cursor": {"0": {"taken": 38}}},
-        {"cursor": {"0": {"taken": -1}}},
-        {"cursor": {"0": {"taken": "3"}}},
-        {"cursor": {"0": {"taken": 1.5}}},
-        {"cursor": {"0": {"taken": True}}},
-        {"cursor": {"0": {}}},
-        {"cursor": {"0": 3}},
-        {"position": 3, "cursor": {"1": {"taken": 3}}},
-        {"position": 3, "cursor": {"x": {"taken": 3}}},
-        {"position": 3, "cursor": {"0": {"taken": 3, "at": [3, 0]}}},
-        {"position": 3, "cursor": {"0": {"taken": 3, "ended": "no"}}},
-        {"position": 3, "cursor": {"0": {"taken": 3, "excluded": 5}}},
-        {"position": 3, "cursor": {"0": {"taken": 3, "ahead": "x"}}},
-        {"cursor": [3]},
+        {"cursor": [[0, 3]]},
+        {"position": 38, "cursor": [[0, 38]]},
+        {"cursor": [[0, -1]]},
+        {"position": 3, "cursor": [[0, "3"]]},
+        {"position": 1, "cursor": [[0, 1.5]]},
+        {"position": 1, "cursor": [[0, True]]},
+        {"cursor": [[0]]},
+        {"cursor": [[]]},
+        {"position": 3, "cursor": [[1, 3]]},
+        {"position": 3, "cursor": [["x", 3]]},
+        {"position": 3, "cursor": [["0", 3]]},
+        {"position": 3, "cursor": [[False, 3]]},
+        {"position": 6, "cursor": [[0, 3], [0, 3]]},
+        {"position": 3, "cursor": [[0, 3, [3, 0]]]},
+        {"position": 3, "cursor": [[0, 3, None, "", "", "no"]]},
+        {"position": 3, "cursor": [[0, 3, None, 5]]},
+        {"position": 3, "cursor": [[0, 3, None, "", "x"]]},
+        {"position": 3, "cursor": [[0, 3, None, "", "", 0, [["0"]]]]},
+        {"position": 3, "cursor": [[0, 3, None, "", "", 0, [["0", 3]]]]},
+        {"position": 3, "cursor": [[0, 3, None, "", "", 0, [], 0]]},
+        {"position": 3, "cursor": [3]},
+        {"position": 3, "cursor": {"0": {"taken": 3}}},
         {"cursor": None},
+        {"first": -1},
+        {"first": 1},
+        {"first": None},
+        {"more": None},
+        {"more": {}},
+        {"more": [["changes"]]},
+        {"more": [[["changes"], []]]},
+        {"more": [["changes", "x"]]},
+        {"more": [["position", 0]]},
         {"unit": "bytes"},
         {"unit": None},
         {"steps": -1},
@@ -298,7 +345,7 @@ def test_what_is_allowed_to_differ_is_recorded(docs: midepoch.Dataset) -> None:
     longer = docs.shuffle(seed=1).filter(odd).pack(20, "tokens").loader(3)
     longer.load_state_dict(state, allow=["pipeline"])
     assert longer.changes == ("pipeline: 'filter,pack[16 concat tokens]' became 'filter,pack[20 concat tokens]'",)
-    assert longer.state_dict()["changes"] == list(longer.changes)
+    assert dict(longer.state_dict()["more"])["changes"] == list(longer.changes)
     next(iter(longer))
     with pytest.raises(ValueError, match="allow takes a list"):
         longer.load_state_dict(state, allow="pipeline")
@@ -320,18 +367,19 @@ def test_what_is_allowed_to_differ_is_recorded(docs: midepoch.Dataset) -> None:
     [
         {"cursor": "["},
         {"cursor": [1]},
-        {"cursor": {"0": [1]}},
-        {"cursor": {"0": {"taken": 1}}},
-        {"cursor": {"0": {"taken": 1, "at": [1]}}},
-        {"cursor": {"0": {"taken": 1, "at": {"rows": {"taken": 1}}}}},
-        {"cursor": {"0": {"taken": 1, "at": [[5, 0], -1]}}},
-        {"cursor": {"0": {"taken": 1, "at": [[99999, 0], 0]}}},
-        {"cursor": {"0": {"taken": 1, "at": [[5, 0], 0], "ended": 2}}},
-        {"cursor": {"0": {"taken": 1, "at": [[5, 0], 0], "excluded": "x"}}},
-        {"cursor": {"0": {"taken": 1, "at": [[5, 0], 0], "ahead": ["0"]}}},
-        {"cursor": {"9": {"taken": 1, "at": [[5, 0], 0]}}},
-        {"cursor": {"x": {"taken": 1, "at": [[5, 0], 0]}}},
-        {"changes": "{"},
+        {"cursor": [[0, [1]]]},
+        {"cursor": [[0, 1]]},
+        {"cursor": [[0, 1, [1]]]},
+        {"cursor": [[0, 1, [[1], 0, 0]]]},
+        {"cursor": [[0, 1, {"rows": {"taken": 1}}]]},
+        {"cursor": [[0, 1, [[5, 0], -1]]]},
+        {"cursor": [[0, 1, [[99999, 0], 0]]]},
+        {"cursor": [[0, 1, [[5, 0], 0], "", "", 2]]},
+        {"cursor": [[0, 1, [[5, 0], 0], "x"]]},
+        {"cursor": [[0, 1, [[5, 0], 0], "", ["0"]]]},
+        {"cursor": [[9, 1, [[5, 0], 0]]]},
+        {"cursor": [["x", 1, [[5, 0], 0]]]},
+        {"more": [["changes", "{"]]},
         {"cursor": 3},
     ],
 )
@@ -409,28 +457,36 @@ def deep() -> list[Any]:
     return found
 
 
+MIX = [["pipeline", "mix[first seed=1]"], ["weights", [1.0, 1.0]]]
+
+
 @pytest.mark.parametrize(
     "damage",
     [
-        {"parts": {"pipeline": "mix[first seed=1]", "weights": [1.0, 1.0], "parts": 5}},
-        {"parts": {"pipeline": "mix[first seed=1]", "weights": [1.0, 1.0], "parts": ["x", 3]}},
-        {"parts": {"pipeline": "mix[first seed=1]", "weights": [1.0, 1.0], "parts": [[], {}]}},
+        {"parts": [*MIX, ["parts", 5]]},
+        {"parts": [*MIX, ["parts", ["x", 3]]]},
+        {"parts": [*MIX, ["parts", [[], {}]]]},
+        {"parts": {"pipeline": "mix[first seed=1]"}},
         {"parts": "[" * 100_000},
         {"cursor": "[" * 100_000},
-        {"changes": "[" * 100_000},
+        {"more": [["changes", "[" * 100_000]]},
+        {"more": deep()},
         {"parts": deep()},
-        {"parts": {"pipeline": "mix[first seed=1]", "weights": [1.0, 1.0], "parts": deep()}},
-        {"cursor": {"0": deep()}},
-        {"cursor": {"0": {"taken": 1, "at": deep()}}},
-        {"cursor": {"9" * 5000: {"taken": 1}}},
-        {"cursor": {"²": {"taken": 1}}},
+        {"parts": [*MIX, ["parts", deep()]]},
+        {"cursor": [[0, deep()]]},
+        {"cursor": [[0, 1, deep()]]},
+        {"cursor": [[10**4000, 1]]},
+        {"cursor": [["9" * 5000, 1]]},
+        {"cursor": [["²", 1]]},
         {"lanes": 2**31 - 1},
-        {"lanes": 10**6, "cursor": {}, "position": 0},
+        {"lanes": 10**6, "cursor": [], "position": 0},
         {"unit": "rows"},
-        {"leased": {"rank": 5, "ranks": 2, "turn": 0, "turns": ""}},
-        {"leased": {"rank": 0, "ranks": 2, "outputs": deep()}},
-        {"excluded": {"0": deep()}},
-        {"excluded": {"9" * 5000: ""}},
+        {"more": [["leased", [["rank", 5], ["ranks", 2], ["turn", 0], ["turns", ""]]]]},
+        {"more": [["leased", [["rank", 0], ["ranks", 2], ["outputs", deep()]]]]},
+        {"more": [["leased", [["rank", 0], ["ranks", 2], ["outputs", [["9" * 5000, ""]]]]]]},
+        {"more": [["excluded", [[0, deep()]]]]},
+        {"more": [["excluded", [["9" * 5000, ""]]]]},
+        {"more": [["excluded", [[10**4000, ""]]]]},
     ],
 )
 def test_hostile_states(damage: dict[str, Any], numbers: Numbers) -> None:

@@ -13,7 +13,7 @@ import midepoch
 from data import write_arrow
 from midepoch.tools.describe import describe
 from midepoch.tools.plan import plan_resume
-from states import at_row
+from states import at_row, lanes_of
 
 
 def odd(row: dict[str, Any]) -> bool:
@@ -28,7 +28,7 @@ def test_plan_says_which_lanes_a_rank_runs_and_what_is_left(docs: midepoch.Datas
     plan = plan_resume(loader.state_dict(), kept, world_size=2, batch_size=4, machines=2)
     assert plan.accepted and plan.checked == "dataset" and (plan.epoch, plan.position) == (0, 30)
     assert plan.lanes == ((0, 2), (1, 3)) and plan.global_batch == 8
-    rows = [loader.state_dict()["cursor"][str(lane)]["at"][0] for lane in range(4)]
+    rows = [lanes_of(loader.state_dict())[lane]["at"][0] for lane in range(4)]
     assert [machine.rows for machine in plan.machines] == [150 - rows[0] - rows[2], 150 - rows[1] - rows[3]]
     assert all(machine.blocks and machine.bytes for machine in plan.machines)
     assert 10 <= plan.steps_left <= 20, "an estimate of (150 - 30) / 8"

@@ -88,9 +88,11 @@ def test_states_that_tell_of_no_arguments_are_accepted(ds: midepoch.Dataset, nam
 def _without_arguments(state: dict[str, Any]) -> dict[str, Any]:
     found = {key: value for key, value in state.items() if key != "arguments"}
     if found.get("parts"):
-        parts = {key: value for key, value in found["parts"].items() if key != "arguments"}
-        parts["parts"] = [{k: v for k, v in part.items() if k != "arguments"} for part in parts["parts"]]
-        found["parts"] = parts
+        parts = [pair for pair in found["parts"] if pair[0] != "arguments"]
+        found["parts"] = [
+            [name, [[pair for pair in part if pair[0] != "arguments"] for part in value] if name == "parts" else value]
+            for name, value in parts
+        ]
     return found
 
 

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from midepoch.loader.settings import HINTED
 
 import midepoch
+from midepoch.loader.habits import HINTED
 
 ROOT = Path(__file__).parents[2]
 

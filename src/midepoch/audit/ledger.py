@@ -139,7 +139,7 @@ class Ledger:
         self._ends = until == UNKNOWN  # then the end is recorded when it is reached
         self._rows = (stream_name(spec, self.name), shard.index)
         origin = self._origin if isinstance(self._origin, Cursor) else self._origin.cursor()
-        how = "loaded" if load else "fresh" if self._how == "fresh" else "on"
+        how = "loaded" if load else self._how
         header: dict[str, Any] = {
             **header_of(spec, cursor, origin, batching, until, leased),
             "process": process_name(),

@@ -196,7 +196,7 @@ class History:
             return how
         here = self.epochs.setdefault(look.shape.epoch, EpochUnits())
         here.again += sum(map(len, units.values()))
-        return before if how == "on" and not following.is_load else how
+        return before if how != "fresh" and not following.is_load else how
 
     def _is_after(self, look: Generation, one: Generation, units: Units) -> bool:
         """Return True if a record begins after a look, whose units are done there, and no others."""
@@ -236,10 +236,9 @@ class History:
 
     def _add(self, one: Generation, how: str, stretch: Stretch) -> None:
         """Count the units of a pass."""
-        if how != "on":
+        if how == "fresh":  # a state that was loaded has a record of its own
             self._go_back(one, stretch)
-            if how == "fresh":
-                self._offset = self.firsts[-1] + self.kept[-1].kept_steps - one.before if self.kept else 0
+            self._offset = self.firsts[-1] + self.kept[-1].kept_steps - one.before if self.kept else 0
         here, claim = self.epochs.setdefault(one.shape.epoch, EpochUnits()), claim_of(one, self._plans)
         self._begun |= {(stretch, one.shape.epoch, lane) for lane in claim.done}
         here.exclude(claim)
@@ -270,7 +269,7 @@ def stretches(records: Sequence[Generation]) -> dict[int, Stretch]:
     for one in records:
         start = one.beginning[:2]
         for rank, record in one.of_rank.items():
-            if record.how != "on":
+            if record.is_load or record.how == "fresh":
                 turns[start, rank] = turns.get((start, rank), -1) + 1
         found[id(one)] = (start, max(turns.get((start, rank), 0) for rank in one.of_rank))
     return found

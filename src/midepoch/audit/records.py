@@ -26,7 +26,7 @@ from midepoch.order.sizes import BatchSizes
 from midepoch.pipeline.cursor import Cursor
 from midepoch.pipeline.plans import UNKNOWN
 from midepoch.pipeline.spec import PipelineSpec
-from midepoch.state.format import excluded_from_json, lane_from_json, lane_to_json
+from midepoch.state.format import cursor_from_json, cursor_to_json, excluded_from_json
 
 VERSION = 4
 SUFFIX = ".ledger"
@@ -89,16 +89,13 @@ def header_of(
         "epoch": cursor.epoch,
         "steps": cursor.steps,
         "unit": spec.unit,
-        "cursor": {
-            str(number): {**lane_to_json(lane), **({} if spec.unit == "rows" else {"at": None})}
-            for number, lane in cursor.lanes.items()
-        },
+        "cursor": cursor_to_json(cursor if spec.unit == "rows" else cursor.without_stages()),
         "end": until,
         "rows": spec.rows,
         "size": batching.size,
         "ends": batching.ends,
         **({"budget": batching.budget} if batching.budget else {}),
-        **({"excluded": spec.excluded_json} if spec.excluded else {}),
+        **({"excluded": spec.excluded_texts} if spec.excluded else {}),
         **({} if leased is None else {"leases": leased.to_json()}),
         **mix_of(spec.node, cursor.epoch),
     }
@@ -145,7 +142,7 @@ class Passed:
     workers: int | None
     space: str
     """The machine or container of the process."""
-    excluded: dict[str, str]
+    excluded: list[Any]
     """Rows of the sources that are not delivered."""
     seen: float
     """Time of the last step, within a second."""
@@ -221,7 +218,7 @@ def _passed(header: dict[str, Any], record: bytes, path: Path) -> Passed:
         beside, lost, finished = beside or bool(bang), lost or bool(end), finished or bool(over)
     try:
         unit = header["unit"]
-        lanes = {int(number): lane_from_json(lane, unit) for number, lane in header["cursor"].items()}
+        lanes = cursor_from_json(header["cursor"], unit, header.get("lanes", 1))
         cursor = Cursor(header["epoch"], lanes, header["steps"])
         in_lanes = unit == "outputs"
         shape = Shape(
@@ -258,7 +255,7 @@ def _passed(header: dict[str, Any], record: bytes, path: Path) -> Passed:
             previous=tuple((name, count) for name, count in header.get("previous", ())),
             workers=header.get("workers"),
             space=header.get("space", ""),
-            excluded=header.get("excluded", {}),
+            excluded=header.get("excluded", []),
             seen=header["time"] + int(header.get("seen", "0")) / 1000,
             sources=tuple(header.get("sources", ())),
             documents=RecordedDocuments(path) if "sources" in header and in_lanes else None,

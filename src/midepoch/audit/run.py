@@ -372,7 +372,7 @@ class Run:
 
     def _still_out(self, units: EpochUnits) -> tuple[int, int]:
         """Return the units that are leased and not acknowledged, and those that were returned."""
-        back = max((i for i, one in enumerate(units.records) if one.how != "on" and not one.is_load), default=0)
+        back = max((i for i, one in enumerate(units.records) if one.is_load or one.how == "fresh"), default=0)
         last: dict[int, Generation] = {}
         delivered: dict[int, Intervals] = {}
         finished: dict[int, Intervals] = {}
@@ -475,7 +475,11 @@ class Run:
             return plan.rows_before(plan.cursor(min(steps, len(plan)) - 1).lane.taken)
         lanes = self.lanes_of(one)
         tracks = [(lane, track) for lane in range(one.lanes) if (track := lanes.owner(one, lane)) is not None]
-        return sum(track.taken(lane, min(steps, track.recorded)) for lane, track in tracks)
+        known = min(
+            (track.recorded for _, track in tracks), default=0
+        )  # those of the last steps may not be written yet
+        taken = sum(track.taken(lane, min(steps, known)) for lane, track in tracks)
+        return taken + max(0, steps - known) * one.shape.global_batch
 
     def is_finished(self, one: Generation) -> bool:
         """Return True if all ranks came to the end of the epoch in a pass."""

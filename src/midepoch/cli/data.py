@@ -169,11 +169,10 @@ def made_by(name: str) -> Dataset | Loader:
 
 def data_of_state(paths: list[str], state: Any, storage: list[str] | None, format: str | None = None) -> Any:
     """Return the files in the order that the state describes, so that only the data itself can differ."""
-    from midepoch.state.format import check
+    from midepoch.state.format import parse
 
     one = state[0] if isinstance(state, list) else state
-    check(one)
-    if one.get("flow"):
+    if parse(one).in_lanes:
         raise ValueError(
             f"the pipeline of this state changes the number of rows ({one['pipeline']}), and --data does not contain "
             "its steps. Use --dataset."

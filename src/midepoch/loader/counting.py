@@ -92,9 +92,9 @@ def length(spec: PipelineSpec, options: Options, cursor: Cursor, *, over: bool) 
     """Return the number of batches of an epoch on this rank. Raises TypeError if it is not known before running."""
     if options.steps_per_epoch:
         return options.steps_per_epoch
-    first = first_step(spec, options, cursor, over=over)
+    first = first_step(options, cursor, over=over)
     if spec.unit == "rows":
-        return make_plan(spec, options, Cursor(cursor.epoch + over, steps=first)).share(spec.shard)
+        return make_plan(spec, options, Cursor.start(cursor.epoch + over, first)).share(spec.shard)
     known = known_length(spec.node)
     if known is None or not (spec.state_is_global or spec.node.is_rows):
         raise TypeError(
@@ -104,21 +104,18 @@ def length(spec: PipelineSpec, options: Options, cursor: Cursor, *, over: bool) 
     return batches_of(spec, options, known, first)
 
 
-def first_step(spec: PipelineSpec, options: Options, cursor: Cursor, *, over: bool) -> int:
+def first_step(options: Options, cursor: Cursor, *, over: bool) -> int:
     """Return the step of the run at which the epoch began, or begins if the last one is over."""
-    sizes = options.sizes
     if options.schedule is not None:  # every epoch begins with the first phase
         return 0
-    if sizes is None or over:
-        return cursor.steps
-    return sizes.step_at(max(0, sizes.before(cursor.steps) - cursor.position // spec.shard.count))
+    return cursor.steps if over else cursor.first
 
 
 def estimated_length(spec: PipelineSpec, options: Options, cursor: Cursor, *, over: bool) -> int | None:
     """Return the approximate number of batches of an epoch, or None before the first batch."""
     if spec.unit == "rows" or options.steps_per_epoch:
         return length(spec, options, cursor, over=over)
-    first = first_step(spec, options, cursor, over=over)
+    first = first_step(options, cursor, over=over)
     if spec.epoch_outputs:  # they were counted
         return batches_of(spec, options, spec.epoch_outputs, first)
     outputs = estimated_outputs(spec.node, cursor, spec.lanes)

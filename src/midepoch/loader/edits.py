@@ -61,7 +61,7 @@ def _without_units(spec: PipelineSpec, options: Options, cursor: Cursor, steps: 
     if isinstance(plan, TokenPlan) and lane.at is None:
         lane = replace(lane, at=WindowAt())
     lane = replace(lane, excluded=lane.excluded.union(units))
-    return Edited(spec, Cursor.at_row(cursor.epoch, lane, cursor.steps), len(units))
+    return Edited(spec, Cursor.at_row(cursor.epoch, lane, cursor.steps, cursor.first), len(units))
 
 
 def _without_outputs(spec: PipelineSpec, options: Options, cursor: Cursor, steps: Intervals) -> Edited:
@@ -137,7 +137,7 @@ def without_rows(spec: PipelineSpec, options: Options, cursor: Cursor, rows: Any
     if isinstance(plan, TokenPlan) and cursor.begun:  # its window is formed again, of the rows that are left
         lane = cursor.lane
         lane = LaneCursor(lane.taken, WindowAt(plan.batches.in_rows(lane), lane.taken))
-        cursor = Cursor.at_row(cursor.epoch, lane, cursor.steps)
+        cursor = Cursor.at_row(cursor.epoch, lane, cursor.steps, cursor.first)
     return Edited(edited, cursor, count)
 
 

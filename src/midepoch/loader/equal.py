@@ -68,7 +68,7 @@ class RankConsistencyCheck:
         """Compare what this rank loads and, after the first batch of a pass, also where the pass began."""
         identity = spec.identity
         if spec.excluded:
-            identity = {**identity, "excluded rows": crc32(json.dumps(spec.excluded_json).encode())}
+            identity = {**identity, "excluded rows": crc32(json.dumps(spec.excluded_texts).encode())}
         if spec.unit == "rows" and start.has_done:
             identity = {**identity, "excluded positions": crc32(start.lane.done.encode().encode())}
         if first:

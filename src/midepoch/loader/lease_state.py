@@ -73,7 +73,7 @@ class LeasedSteps:
         ahead = EMPTY.union(*(plan.units(first, stop) for first, stop in runs))
         lane = cursor.lane if cursor.begun else plan.first_lane
         lane = replace(lane, ahead=lane.ahead.union(ahead))
-        return Cursor.at_row(cursor.epoch, lane, steps), None
+        return Cursor.at_row(cursor.epoch, lane, steps, cursor.first), None
 
 
 class LeasedLanes:

@@ -31,7 +31,7 @@ from midepoch.loader.meter import Meter
 from midepoch.loader.options import Options, SingleRow
 from midepoch.loader.passes import Pass
 from midepoch.loader.provenance import source_names
-from midepoch.loader.state import Kind, Start
+from midepoch.loader.state import Start
 from midepoch.loader.stretches import Stretch
 from midepoch.order import Shard
 from midepoch.order.schedule import shares
@@ -286,16 +286,15 @@ class Loader(Resumable):
         tracker, alone = self._leases.tracker, self.shard.count == 1
         cursor, own = self._run.cursor, None
         if tracker is not None:
-            leased, own = tracker.cursor(alone=alone)
-            cursor = cursor if tracker.complete else leased
+            at, own = tracker.cursor(alone=alone)
+            cursor = cursor if tracker.complete else at
         if self._ledger is not None:
             self._ledger.flush()
         planning = self._options.planning
-        state = states.save(self.pipeline, cursor, "" if planning is None else planning.budget.text)
-        leases = {} if own is None else own.to_json()
+        leased = [] if own is None else own.to_json()
         if tracker is not None and self._options.context_rank:
-            leases["context_rank"] = self._options.context_rank
-        return {**state, "leased": leases} if leases else state
+            leased.append(["context_rank", self._options.context_rank])
+        return states.save(self.pipeline, cursor, "" if planning is None else planning.budget.text, leased)
 
     def load_state_dict(self, state: Any, *, allow: Collection[str] = ()) -> None:
         """Continue from a state, or from the list of the states of all ranks.
@@ -499,15 +498,15 @@ class Loader(Resumable):
         at = run.cursor if runs.was_left(run) else run.next
         start = runs.begin(run, over=self._is_over(at), shuffled=self.pipeline.node.shuffled)
         if start.restart is not None and self.pipeline.unit == "rows":  # that something is left is known
-            self._restarted(start.restart)
+            self._restarted(start.restart, looked=start.looked)
             start = start._replace(cursor=start.restart, restart=None)
         if self.pipeline.unit == "rows":
             counting.check_start(self.pipeline, self._options, start.cursor)
         return start
 
-    def _restarted(self, cursor: Cursor) -> None:
+    def _restarted(self, cursor: Cursor, *, looked: bool) -> None:
         """Warn once if a pass that was left is not continued."""
-        if self._run.kind is not Kind.LOOKED and not self._meter.restarted:
+        if not looked and not self._meter.restarted:
             self._meter.restarted = True
             _log.warning(
                 "epoch %d begins again at its first row: the last pass was left before its end, and the data is not "

@@ -146,7 +146,7 @@ class Pass(HasState):
             if made is not None:
                 if self._start.restart is not None:  # something is left: the last pass was incomplete
                     restart, self._start = self._start.restart, self._start._replace(restart=None)
-                    loader._restarted(restart)
+                    loader._restarted(restart, looked=self._start.looked)
                     self._go_to(restart)
                     continue
                 self._made += 1

@@ -56,5 +56,5 @@ def batches_of(spec: PipelineSpec, options: Options, outputs: int, first_step: i
     ``first_step``: the step of the run at which the epoch begins, for batch sizes that change.
     """
     size = options.batch_size if options.sizes is None else options.sizes
-    plan = Plan.of(Cursor(steps=first_step), outputs, size, spec.shard.count, options.last_batch)
+    plan = Plan.of(Cursor.start(0, first_step), outputs, size, spec.shard.count, options.last_batch)
     return plan.share(spec.shard)

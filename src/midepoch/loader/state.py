@@ -66,6 +66,8 @@ class Start(NamedTuple):
     restart: Cursor | None = None
     chosen: bool = False
     left: bool = False
+    looked: bool = False
+    """True if that was only a look at its first batch."""
 
 
 def new(spec: PipelineSpec, cursor: Cursor, *, chosen: bool) -> RunState:
@@ -91,8 +93,8 @@ def begin(state: RunState, *, over: bool, shuffled: bool) -> Start:
     if state.kind is Kind.LOOKED:
         restart = state.next
     elif left and not shuffled:
-        restart = Cursor(cursor.epoch, steps=cursor.steps)
-    return Start(cursor, restart=restart, chosen=chosen, left=left)
+        restart = Cursor.start(cursor.epoch, cursor.steps)
+    return Start(cursor, restart=restart, chosen=chosen, left=left, looked=state.kind is Kind.LOOKED)
 
 
 def opened(state: RunState, cursor: Cursor) -> RunState:
@@ -133,7 +135,7 @@ def choose(state: RunState, epoch: int, *, batches: int) -> RunState:
     loaded = None if state.kind is Kind.LEFT or batches > 1 else state.loaded
     cursor = state.cursor
     looked = state.kind is Kind.LOOKED or (state.kind is Kind.OPEN and batches == 1)
-    chosen = Cursor(epoch, steps=state.next.steps if looked else cursor.steps)
+    chosen = Cursor.start(epoch, state.next.steps if looked else cursor.steps)
     if loaded is not None and loaded.epoch == epoch:
         chosen = loaded
     keeps = state.kind in (Kind.OPEN, Kind.OVER) and cursor.epoch == epoch == state.next.epoch

@@ -90,20 +90,26 @@ NO_LANES: Mapping[int, LaneCursor] = {}
 class Cursor(NamedTuple):
     """The progress of a run: an epoch, its known lanes, and the steps since the run began.
 
-    A *step* is one global batch. ``lanes`` is empty at the beginning of an epoch. A rank with lanes of its own knows
-    only those.
+    A *step* is one global batch. ``first``: steps before this epoch. ``lanes`` is empty at the beginning of an epoch. A
+    rank with lanes of its own knows only those.
     """
 
     epoch: int = 0
     lanes: Mapping[int, LaneCursor] = NO_LANES
     steps: int = 0
+    first: int = 0
 
     @staticmethod
-    def at_row(epoch: int, lane: LaneCursor, steps: int = 0) -> Cursor:
+    def start(epoch: int, steps: int = 0) -> Cursor:
+        """Return the beginning of an epoch, after some steps of the run."""
+        return Cursor(epoch, NO_LANES, steps, steps)
+
+    @staticmethod
+    def at_row(epoch: int, lane: LaneCursor, steps: int = 0, first: int = 0) -> Cursor:
         """Return a cursor with one lane, or at the beginning of an epoch if the lane is there."""
         rows = lane.at.rows if isinstance(lane.at, WindowAt) else lane
         begun = lane.taken or lane.done or rows.taken or rows.done
-        return Cursor(epoch, {0: lane} if begun else NO_LANES, steps)
+        return Cursor(epoch, {0: lane} if begun else NO_LANES, steps, first)
 
     @property
     def begun(self) -> bool:
@@ -132,7 +138,11 @@ class Cursor(NamedTuple):
 
     def next_epoch(self) -> Cursor:
         """Return the beginning of the next epoch."""
-        return Cursor(self.epoch + 1, steps=self.steps)
+        return Cursor.start(self.epoch + 1, self.steps)
+
+    def without_stages(self) -> Cursor:
+        """Return this cursor without those of the stages of its lanes."""
+        return self._replace(lanes={number: replace(lane, at=None) for number, lane in self.lanes.items()})
 
     def at_end(self) -> Cursor:
         """Return this cursor with all lanes ended. Units that are left are omitted."""

@@ -79,7 +79,7 @@ class Lanes:
                 self.outputs[lane] += pulled.count
                 wanted -= pulled.count - dropped
                 kept += pulled.count - dropped
-        return StepOutputs(self, self._start.epoch, before, taken) if kept else None
+        return StepOutputs(self, self._start, before, taken) if kept else None
 
     def skip_done(self) -> None:
         """Take and drop outputs that are done, up to the next one that is not."""
@@ -107,6 +107,7 @@ class Lanes:
                 for place, (number, outputs, intake, live) in enumerate(after)
             },
             self._start.steps,
+            self._start.first,
         )
 
     def _deal(self, count: int) -> list[tuple[int, int]]:
@@ -130,8 +131,8 @@ class Lanes:
 class StepOutputs:
     """Outputs that were taken from the lanes together, and the cursor after each of them."""
 
-    def __init__(self, lanes: Lanes, epoch: int, before: Int64Array, taken: list[tuple[int, Pulled]]) -> None:
-        self._epoch, self._before, self._taken = epoch, before, taken
+    def __init__(self, lanes: Lanes, start: Cursor, before: Int64Array, taken: list[tuple[int, Pulled]]) -> None:
+        self._start, self._before, self._taken = start, before, taken
         self.steps = 0
         """Steps since the run began, up to these outputs."""
         self._share, self._numbers, self._live, self._lane = lanes.share, lanes.numbers, list(lanes.live), lanes.lane
@@ -233,4 +234,5 @@ class StepOutputs:
                     cursor, left = pulled.at(min(left, pulled.count)), max(0, left - pulled.count)
             outputs = int(self._before[lane]) + taken[lane]
             cursors[number] = self._lane(lane, outputs, cursor, ended=complete and not self._live[lane])
-        return Cursor(self._epoch, cursors, self.steps if complete else max(0, self.steps - 1))
+        steps = self.steps if complete else max(0, self.steps - 1)
+        return Cursor(self._start.epoch, cursors, steps, self._start.first)

@@ -153,6 +153,8 @@ class Plan:
     padded: bool = False
     sizes: BatchSizes | None = None
     done: Intervals = EMPTY
+    epoch_steps: int = 0
+    """Steps of the run before the epoch."""
 
     @staticmethod
     def of(
@@ -163,12 +165,13 @@ class Plan:
         begin, ends = (cursor.epoch, cursor.lane, cursor.steps, start), last_batch == "pad"
         if isinstance(size, int):
             batch = size * ranks
-            return Plan(*begin, epoch_end(start, left, batch, last_batch == "drop"), batch, ends, None, done)
+            end = epoch_end(start, left, batch, last_batch == "drop")
+            return Plan(*begin, end, batch, ends, None, done, cursor.first)
         sizes = BatchSizes(size.steps, tuple(one * ranks for one in size.sizes))
-        plan = Plan(*begin, left, sizes.at(cursor.steps), ends, sizes, done)
+        plan = Plan(*begin, left, sizes.at(cursor.steps), ends, sizes, done, cursor.first)
         if last_batch != "drop" or plan._first(len(plan)) == left:
             return plan
-        return Plan(*begin, plan._first(max(0, len(plan) - 1)), plan.global_batch, ends, sizes, done)
+        return replace(plan, end=plan._first(max(0, len(plan) - 1)))
 
     @property
     def rows(self) -> int:
@@ -206,12 +209,15 @@ class Plan:
         return self._first(step), min(self._first(step + 1), self.end)
 
     def cursor(self, step: int) -> Cursor:
-        return self._cursor(step + 1) if step >= 0 else Cursor.at_row(self.epoch, self.lane, self.first_step)
+        return self._cursor(step + 1) if step >= 0 else self._cursor_at(self.lane, 0)
 
     def _cursor(self, steps: int) -> Cursor:
         """Return the cursor after a number of steps, and after the positions that follow them and are done."""
         position = self.done.remaining(min(self._first(steps), self.end))
-        return Cursor.at_row(self.epoch, self.lane.moved(position), self.first_step + steps)
+        return self._cursor_at(self.lane.moved(position), steps)
+
+    def _cursor_at(self, lane: LaneCursor, steps: int) -> Cursor:
+        return Cursor.at_row(self.epoch, lane, self.first_step + steps, self.epoch_steps)
 
     @property
     def end_cursor(self) -> Cursor:
@@ -420,11 +426,14 @@ class TokenPlan:
         return after if not steps or self._has(after - 1) else self._count()
 
     def cursor(self, step: int) -> Cursor:
-        return self._cursor(step + 1) if step >= 0 else Cursor.at_row(self.epoch, self._lane, self.begin.steps)
+        return self._cursor(step + 1) if step >= 0 else self._cursor_at(self._lane, 0)
 
     def _cursor(self, steps: int) -> Cursor:
         lane = self.batches.cursor(self._lane, self._batch(self._after(steps)))
-        return Cursor.at_row(self.epoch, lane, self.begin.steps + steps)
+        return self._cursor_at(lane, steps)
+
+    def _cursor_at(self, lane: LaneCursor, steps: int) -> Cursor:
+        return Cursor.at_row(self.epoch, lane, self.begin.steps + steps, self.begin.first)
 
     @property
     def end_cursor(self) -> Cursor:

@@ -61,9 +61,9 @@ class PipelineSpec:
         return "rows" if self.has_positions else "outputs"
 
     @cached_property
-    def excluded_json(self) -> dict[str, str]:
-        """The excluded rows, by the number of their source, as a state has them."""
-        return {str(number): rows.encode() for number, rows in enumerate(self.excluded) if rows}
+    def excluded_texts(self) -> tuple[tuple[int, str], ...]:
+        """The excluded rows as a state has them: the number of a source, and a text. They are encoded once."""
+        return tuple((number, rows.encode()) for number, rows in enumerate(self.excluded) if rows)
 
     @property
     def base(self) -> Leaf:

@@ -2,18 +2,28 @@
 
 After three batches of 64 rows of a shuffled dataset it is::
 
-    {"midepoch": 1, "epoch": 0, "position": 192, "steps": 3, "unit": "rows", "cursor": {"0": {"taken": 192}},
-     "data": "…", "rows": 100000, "selection": "0:100000", "scope": "rows", "seed": 42, …}
+    {"midepoch": 1, "epoch": 0, "position": 192, "steps": 3, "first": 0, "unit": "rows", "cursor": [[0, 192]],
+     "data": "…", "rows": 100000, "selection": "0:100000", "scope": "rows", "seed": 42, …, "more": []}
 
-- ``cursor``: by lane what it has taken, in ``unit``; where it is in its stages (``at``), later units that are excluded
-  or were delivered ahead (``excluded``, ``ahead``: ``Intervals.encode``), and True if it has ``ended``.
-- ``unit``: "rows" or, if positions cannot be computed, "outputs". With ``budget``: batches by tokens of those.
+- ``cursor``: a list for each lane: its number, the units it has taken, where it is in its stages, later units that are
+  excluded, and that were delivered ahead (``Intervals.encode``), 1 if it has ended, and spared rows. Empty ends of the
+  list are omitted.
+- ``unit``: "rows" or, if positions cannot be computed, "outputs".
 - ``position``: the sum of what is taken.
-- ``steps``: global batches since the run began.
-- ``parts``: the description of each of several sources. ``changes``: fields allowed to differ, and changes of a mix.
-- ``excluded``: by the number of a source, its rows before the shuffle that are not delivered.
-- ``leased``: what one of several ranks has acknowledged (``midepoch.state.merging``).
+- ``steps``: global batches since the run began; ``first``: those before this epoch.
+- ``parts``: the description of each of several sources, as a list of [name, value] pairs.
+- ``more``: fields that few states have, as [name, value] pairs:
+
+  - ``budget``: that of batches by tokens; then units are such batches
+  - ``changes``: fields allowed to differ, and changes of a mix, since the run began
+  - ``excluded``: for each source its rows before the shuffle that are not delivered
+  - ``groups``, ``epoch_outputs``, ``global_seed``
+  - ``leased``: what one of several ranks has acknowledged (``midepoch.state.merging``)
+
 - ``worker``, ``workers``, ``shards``, ``round``, ``batch``, ``shard``: of a state that fits one process only.
+
+The keys are the same before and after the first batch, and values are numbers, texts or lists. Frameworks that save and
+load a state key by key (torch's distributed checkpoints) thus load all of it.
 """
 
 from __future__ import annotations
@@ -107,8 +117,8 @@ _TYPES: dict[str, tuple[type, ...]] = {
     "position": (int,),
     "steps": (int,),
     "unit": (str,),
-    "budget": (str,),
-    "cursor": (dict,),
+    "first": (int,),
+    "cursor": (list,),
     "data": (str,),
     "rows": (int,),
     "selection": (str,),
@@ -120,13 +130,15 @@ _TYPES: dict[str, tuple[type, ...]] = {
     "lanes": (int,),
     "pipeline": (str,),
     "arguments": (str,),
-    "parts": (dict,),
+    "parts": (list,),
+    "more": (list,),
+    "budget": (str,),
     "changes": (list,),
-    "excluded": (dict,),
+    "excluded": (list,),
     "groups": (int,),
     "epoch_outputs": (int,),
     "global_seed": (int, type(None)),
-    "leased": (dict,),
+    "leased": (list,),
     "worker": (int,),
     "workers": (int,),
     "shards": (int,),
@@ -134,20 +146,24 @@ _TYPES: dict[str, tuple[type, ...]] = {
     "batch": (int,),
     "shard": (int, type(None)),
 }
-FIELDS = frozenset(_TYPES)
+FIELDS = frozenset(_TYPES) - {"more"}
+IN_MORE = ("budget", "changes", "excluded", "groups", "epoch_outputs", "global_seed", "leased")
+"""Fields that few states have."""
 _DEFAULTS: dict[str, Any] = {
     "steps": 0,
+    "first": 0,
+    "more": [],
     "budget": "",
     "aligned": False,
     "weights": "",
     "arguments": "",
-    "parts": {},
+    "parts": [],
     "changes": [],
-    "excluded": {},
+    "excluded": [],
     "groups": 0,
     "epoch_outputs": 0,
     "global_seed": None,
-    "leased": {},
+    "leased": [],
     "worker": 0,
     "workers": 0,
     "shards": 1,
@@ -176,12 +192,13 @@ class Leased:
         """True if nothing is acknowledged."""
         return not self.turn and not self.turns and not self.outputs
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> list[Any]:
         """Return the field of a state."""
-        fields: dict[str, Any] = {"rank": self.shard.index, "ranks": self.shard.count}
+        fields: list[Any] = [["rank", self.shard.index], ["ranks", self.shard.count]]
         if self.outputs is not None:
-            return {**fields, "outputs": {str(lane): some.encode() for lane, some in self.outputs.items() if some}}
-        return {**fields, "turn": self.turn, "turns": self.turns.encode()}
+            outputs = [[lane, some.encode()] for lane, some in sorted(self.outputs.items()) if some]
+            return [*fields, ["outputs", outputs]]
+        return [*fields, ["turn", self.turn], ["turns", self.turns.encode()]]
 
 
 @dataclass(frozen=True)
@@ -197,7 +214,7 @@ class Saved:
     @property
     def context_rank(self) -> int:
         """The rank of context parallelism, if leases were out: the first one keeps the book of a sequence."""
-        found = self.fields["leased"].get("context_rank", 0)
+        found = _pairs(self.fields["leased"], "leased").get("context_rank", 0)
         return found if is_count(found) else 0
 
     def __getitem__(self, name: str) -> Any:
@@ -215,47 +232,117 @@ class Saved:
         return at.rows.taken if isinstance(at, WindowAt) else self.cursor.position
 
 
-def lane_to_json(lane: LaneCursor) -> dict[str, Any]:
-    """Return the cursor of a lane as a dict."""
+def brief(value: Any) -> str:
+    """Return a value for a message, however deep or long it is."""
+    try:
+        return f"{value!r:.60}"
+    except (RecursionError, ValueError):
+        return "too deep"
+
+
+def damaged(name: str, value: Any) -> StateError:
+    """Return the error for a field that is not as it was saved."""
+    return StateError(f"the state is damaged: {name!r} is {brief(value)}.")
+
+
+def _pairs(value: Any, name: str) -> dict[Any, Any]:
+    """Return a list of [name, value] pairs as a dict."""
+    if not (isinstance(value, list) and all(isinstance(one, list) and len(one) == 2 for one in value)):
+        raise damaged(name, value)
+    if not all(isinstance(key, (str, int)) for key, _ in value):
+        raise damaged(name, value)
+    return dict(value)
+
+
+def parts_to_json(described: Mapping[str, Any]) -> list[Any]:
+    """Return the description of a pipeline as pairs."""
+    return [[name, _part_to_json(name, value)] for name, value in described.items()]
+
+
+def _part_to_json(name: str, value: Any) -> Any:
+    if name == "parts":
+        return [parts_to_json(part) for part in value]
+    return plain(list(value)) if isinstance(value, (list, tuple)) else value
+
+
+def parts_from_json(value: Any) -> dict[str, Any]:
+    """Return the description of a pipeline. Raises StateError if it is none."""
+    try:
+        found = _pairs(value, "parts")
+        if "parts" in found:
+            if not isinstance(found["parts"], list):
+                raise damaged("parts", found["parts"])
+            found["parts"] = [parts_from_json(part) for part in found["parts"]]
+    except RecursionError:
+        raise damaged("parts", value) from None
+    return found
+
+
+def lane_to_json(lane: LaneCursor) -> list[Any]:
+    """Return the cursor of a lane as a list, without what is empty at its end."""
     at = lane.at
     if isinstance(at, WindowAt):
-        at = {"rows": lane_to_json(at.rows), "first": at.first, "checksum": at.checksum}
-    found = {"taken": lane.taken, "at": at, "excluded": lane.excluded.encode(), "ahead": lane.ahead.encode()}
-    spared = {key: rows.encode() for key, rows in lane.spared.items() if rows}
-    return (
-        {name: value for name, value in found.items() if value or name == "taken"}
-        | ({"ended": True} if lane.ended else {})
-        | ({"spared": spared} if spared else {})
-    )
+        at = [lane_to_json(at.rows), at.first, at.checksum]
+    spared = [[key, rows.encode()] for key, rows in lane.spared.items() if rows]
+    found = [lane.taken, plain(at), lane.excluded.encode(), lane.ahead.encode(), int(lane.ended), spared]
+    while len(found) > 1 and not found[-1]:
+        found.pop()
+    return found
+
+
+def plain(at: Any) -> Any:
+    """Return a cursor of stages as new lists of numbers."""
+    return [plain(one) for one in at] if isinstance(at, list) else at
 
 
 def lane_from_json(value: Any, unit: str) -> LaneCursor:
     """Return the cursor of a lane. The cursor of its stages is checked with their pipeline."""
-    if not isinstance(value, Mapping) or not is_count(value.get("taken")) or value.get("ended", False) not in (0, 1):
-        raise StateError(f"the state is damaged: 'cursor' has {value!r:.60}.")
-    at = value.get("at")
+    if not isinstance(value, list) or not 1 <= len(value) <= 6 or not is_count(value[0]):
+        raise damaged("cursor", value)
+    defaults: list[Any] = [0, None, "", "", 0, []]
+    taken, at, excluded, ahead, ended, spared = value + defaults[len(value) :]
+    if not (isinstance(excluded, str) and isinstance(ahead, str) and ended in (0, 1)):
+        raise damaged("cursor", value)
     if unit == "rows" and at is not None:
-        if not isinstance(at, Mapping) or not is_count(at.get("first")) or not is_count(at.get("checksum")):
-            raise StateError(f"the state is damaged: 'cursor' has {at!r:.60}.")
-        at = WindowAt(lane_from_json(at.get("rows"), ""), at["first"], at["checksum"])
-    sets = [value.get(name, "") for name in ("excluded", "ahead")]
-    if not all(isinstance(text, str) for text in sets):
-        raise StateError(f"the state is damaged: 'cursor' has {value!r:.60}.")
-    excluded, ahead = (Intervals.decode(text).from_(value["taken"]) for text in sets)
-    spared = value.get("spared", {})
-    if not isinstance(spared, Mapping) or not all(isinstance(text, str) for text in spared.values()):
-        raise StateError(f"the state is damaged: 'cursor' has {value!r:.60}.")
-    kept = {str(key): Intervals.decode(text) for key, text in spared.items()}
-    return LaneCursor(value["taken"], at, excluded, ahead, bool(value.get("ended", False)), kept)
+        if not (isinstance(at, list) and len(at) == 3 and is_count(at[1]) and is_count(at[2])):
+            raise damaged("cursor", value)
+        at = WindowAt(lane_from_json(at[0], ""), at[1], at[2])
+    rows = _pairs(spared, "cursor")
+    if not all(isinstance(text, str) for text in rows.values()):
+        raise damaged("cursor", value)
+    sets = [Intervals.decode(text).from_(taken) for text in (excluded, ahead)]
+    try:
+        at = at if isinstance(at, WindowAt) else plain(at)
+    except RecursionError:
+        raise damaged("cursor", value) from None
+    kept = {str(key): Intervals.decode(text) for key, text in rows.items()}
+    return LaneCursor(taken, at, sets[0], sets[1], bool(ended), kept)
 
 
-def excluded_from_json(value: Mapping[str, Any], sources: int) -> tuple[Intervals, ...]:
+def cursor_to_json(cursor: Cursor) -> list[Any]:
+    """Return the lanes of a cursor as lists."""
+    return [[number, *lane_to_json(lane)] for number, lane in sorted(cursor.lanes.items())]
+
+
+def cursor_from_json(value: Any, unit: str, lanes: int) -> dict[int, LaneCursor]:
+    """Return the lanes of a cursor."""
+    found: dict[int, LaneCursor] = {}
+    for entry in value:
+        if not isinstance(entry, list) or not entry or not is_count(entry[0]):
+            raise damaged("cursor", value)
+        if entry[0] >= (1 if unit == "rows" else lanes) or entry[0] in found:
+            raise StateError(f"the state is damaged: lane {entry[0]} of {lanes}.")
+        found[entry[0]] = lane_from_json(entry[1:], unit)
+    return found
+
+
+def excluded_from_json(value: Any, sources: int) -> tuple[Intervals, ...]:
     """Return the excluded rows of each source, or nothing if there are none."""
     found = [EMPTY] * sources
-    for number, text in value.items():
-        if not (isinstance(text, str) and str(number).isdecimal() and int(number) < sources):
-            raise StateError(f"the state is damaged: 'excluded' is {value!r:.40}.")
-        found[int(number)] = Intervals.decode(text)
+    for number, text in _pairs(value, "excluded").items():
+        if not (isinstance(text, str) and is_count(number) and number < sources):
+            raise damaged("excluded", value)
+        found[number] = Intervals.decode(text)
     return tuple(found) if value else ()
 
 
@@ -264,7 +351,7 @@ def parse(state: Any) -> Saved:
     if isinstance(state, Saved):
         return state
     if not isinstance(state, Mapping):
-        raise StateError(f"expected a state dict as returned by state_dict(), got {state!r:.60}.")
+        raise StateError(f"expected a state dict as returned by state_dict(), got {brief(state)}.")
     version = state.get(KEY)
     if isinstance(version, bool) or not isinstance(version, int):
         raise StateError(
@@ -279,17 +366,23 @@ def parse(state: Any) -> Saved:
             f"the state has version {version}, but this midepoch reads only versions up to {VERSION}. Upgrade "
             "midepoch to resume from it."
         )
-    fields = {**_DEFAULTS, **state}
+    more = _pairs(state.get("more", []), "more")
+    if unknown := more.keys() & (FIELDS - set(IN_MORE)):
+        raise StateError(f"the state is damaged: 'more' has {min(unknown)!r}.")
+    fields = {**_DEFAULTS, **state, **more}
     for name, types in _TYPES.items():
         value = fields.get(name, ...)
         if (isinstance(value, bool) and types != (bool,)) or not isinstance(value, types):
-            what = "is missing" if value is ... else f"is {value!r:.40}"
+            what = "is missing" if value is ... else f"is {brief(value)}"
             raise StateError(f"the state is damaged: {name!r} {what}, expected {types[0].__name__}.")
         if isinstance(value, int) and not 0 <= value < (2**64 if name.endswith("seed") else LARGEST):
             raise StateError(f"the state is damaged: {name!r} is {value}.")
     if not 1 <= fields["lanes"] <= _MOST_LANES or fields["unit"] not in ("rows", "outputs"):
-        raise StateError(f"the state is damaged: 'lanes' is {fields['lanes']}, 'unit' is {fields['unit']!r:.40}.")
-    cursor = Cursor(fields["epoch"], _lanes(fields), fields["steps"])
+        raise StateError(f"the state is damaged: 'lanes' is {fields['lanes']}, 'unit' is {brief(fields['unit'])}.")
+    lanes = cursor_from_json(fields["cursor"], fields["unit"], fields["lanes"])
+    if fields["first"] > fields["steps"]:
+        raise damaged("first", fields["first"])
+    cursor = Cursor(fields["epoch"], lanes, fields["steps"], fields["first"])
     if cursor.position != fields["position"]:
         raise StateError(
             f"the state is damaged: 'position' is {fields['position']}, and its lanes have taken {cursor.position}. To "
@@ -298,25 +391,17 @@ def parse(state: Any) -> Saved:
     return Saved(fields, cursor, _leased(fields["leased"]), state)
 
 
-def _lanes(fields: Mapping[str, Any]) -> dict[int, LaneCursor]:
-    count = 1 if fields["unit"] == "rows" else fields["lanes"]
-    lanes = {}
-    for number, value in fields["cursor"].items():
-        if not str(number).isdecimal() or int(number) >= count:
-            raise StateError(f"the state is damaged: lane {number!r:.20} of {count}.")
-        lanes[int(number)] = lane_from_json(value, fields["unit"])
-    return lanes
-
-
-def _leased(fields: Mapping[str, Any]) -> Leased | None:
+def _leased(given: Any) -> Leased | None:
+    fields = _pairs(given, "leased")
     if not fields or (set(fields) == {"context_rank"} and is_count(fields["context_rank"])):
         return None
     try:
         shard, outputs, turn = Shard(fields["rank"], fields["ranks"]), fields.get("outputs"), fields.get("turn", 0)
         if outputs is not None:
-            return Leased(shard, outputs={int(lane): Intervals.decode(text) for lane, text in outputs.items()})
+            texts = _pairs(outputs, "leased")
+            return Leased(shard, outputs={int(lane): Intervals.decode(text) for lane, text in texts.items()})
         if is_count(turn):
             return Leased(shard, turn, Intervals.decode(fields["turns"]))
     except (ValueError, TypeError, KeyError, AttributeError):
         pass
-    raise StateError(f"the state is damaged: 'leased' is {fields!r:.40}.")
+    raise damaged("leased", given)

@@ -14,10 +14,11 @@ from midepoch.order.intervals import EMPTY, Intervals
 from midepoch.pipeline.cursor import Cursor, LaneCursor
 from midepoch.pipeline.node import Node
 from midepoch.pipeline.open import start
+from midepoch.pipeline.planned import window_at
 from midepoch.pipeline.spec import PipelineSpec
 from midepoch.state.format import FIELDS, OF_ONE_RANK, Saved, apart
 
-OF_POSITION = {"epoch", "position", "cursor", "worker", "round", "batch", "leased", *OF_ONE_RANK}
+OF_POSITION = {"epoch", "position", "first", "cursor", "worker", "round", "batch", "leased", *OF_ONE_RANK}
 
 
 def check_alike(states: Sequence[Saved], free: set[str], what: str) -> None:
@@ -66,7 +67,7 @@ def position_of_all(states: Sequence[Saved], spec: PipelineSpec) -> Cursor:
         same = [one.cursor.lane for one in states if (one.cursor.epoch, one.cursor.position) == place]
         excluded, ahead = (EMPTY.union(*(getattr(one, name) for one in same)) for name in ("excluded", "ahead"))
         lane = replace(lane, excluded=excluded.from_(lane.taken), ahead=ahead.from_(lane.taken))
-        return Cursor.at_row(chosen.epoch, lane, chosen.steps)
+        return Cursor.at_row(chosen.epoch, lane, chosen.steps, chosen.first)
     epoch = _epoch_of_leases(states)
     there = {rank: one for rank, one in enumerate(states) if one["epoch"] == epoch}
     turns = {rank: one.cursor.lane.taken if one.leased is None else one.leased.turn for rank, one in there.items()}
@@ -87,7 +88,9 @@ def position_of_all(states: Sequence[Saved], spec: PipelineSpec) -> Cursor:
                 found.append(Intervals.from_positions(done.remaining(numbers)))
     ahead = EMPTY.union(*found).before_(end_of_units)
     steps = max(one.cursor.steps for one in there.values())
-    return Cursor.at_row(epoch, replace(lane, ahead=ahead), steps)
+    if states[0]["budget"]:
+        lane = replace(lane, at=window_at(lane))
+    return Cursor.at_row(epoch, replace(lane, ahead=ahead), steps, base.first)
 
 
 def _epoch_of_leases(states: Sequence[Saved]) -> int:
@@ -159,8 +162,8 @@ def _leased_lanes(states: Sequence[Saved]) -> list[Cursor]:
         for number, lane in lanes.items()
     }
     steps = max(one.cursor.steps for one in inside)
-    finished = [Cursor(one["epoch"], steps=steps) for one in states if one["epoch"] > epoch]
-    return [Cursor(epoch, merged, steps), *finished]
+    finished = [Cursor.start(one["epoch"], steps) for one in states if one["epoch"] > epoch]
+    return [Cursor(epoch, merged, steps, max(one.cursor.first for one in inside)), *finished]
 
 
 def _merged(
@@ -194,7 +197,7 @@ def _merged(
             excluded, ahead = before.excluded.union(lane.excluded), before.ahead.union(lane.ahead)
             found[number] = replace(noticed, excluded=excluded, ahead=ahead)
         if not any(lane.ended for lane in cursor.lanes.values()):
-            running.add(cursor.steps)
+            running.add(cursor.steps - cursor.first)  # of this epoch: ranks may have had more of one before
     if len(running) > 1 and not leased:
         raise _steps_apart(states)
     missing = [number for number in range(lanes) if number not in found]
@@ -203,7 +206,8 @@ def _merged(
             "flow", f"the states contain {len(found)} of {lanes} lanes. Pass a list with the states of all ranks."
         )
     over = LaneCursor(0, start(node), ended=True)
-    return Cursor(epoch, {**found, **dict.fromkeys(missing, over)}, max(cursor.steps for cursor in inside))
+    last = max(inside, key=lambda cursor: cursor.steps)
+    return Cursor(epoch, {**found, **dict.fromkeys(missing, over)}, last.steps, last.first)
 
 
 def _steps_apart(states: Sequence[Saved]) -> CheckpointMismatchError:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,9 +21,11 @@ from midepoch.state.format import (
     VERSION,
     Saved,
     check_allow,
+    cursor_to_json,
     excluded_from_json,
-    lane_to_json,
     parse,
+    parts_from_json,
+    parts_to_json,
 )
 from midepoch.state.matching import CHECKED, Matched
 from midepoch.state.merging import lanes_of_all, position_of_all, rank_to_load
@@ -46,28 +48,37 @@ class Resumed:
     """(shard, shards) of a state that is valid for one shard only."""
 
 
-def save(spec: PipelineSpec, cursor: Cursor, budget: str = "") -> dict[str, Any]:
-    """Return the state of a pipeline at a cursor. ``budget``: that of batches by tokens, if it counts them."""
+def save(spec: PipelineSpec, cursor: Cursor, budget: str = "", leased: Sequence[Any] = ()) -> dict[str, Any]:
+    """Return the state of a pipeline at a cursor.
+
+    ``budget``: that of batches by tokens, if it counts them. ``leased``: what one of several ranks has acknowledged.
+    """
     state = {
         KEY: VERSION,
         "epoch": cursor.epoch,
         "position": cursor.position,
         "steps": cursor.steps,
+        "first": cursor.first,
         "unit": spec.unit,
-        "cursor": {str(number): lane_to_json(lane) for number, lane in sorted(cursor.lanes.items())},
+        "cursor": cursor_to_json(cursor),
         **spec.identity,
     }
+    if "parts" in state:
+        state["parts"] = parts_to_json(state["parts"])
     if spec.node.budget is not None:
         budget = spec.node.budget.text
     more = {
         "budget": budget,
         "changes": list(spec.changes[-_KEPT:]),
-        "excluded": spec.excluded_json,
+        "excluded": [list(pair) for pair in spec.excluded_texts],
         "groups": spec.groups,
         "epoch_outputs": spec.epoch_outputs,
+        "leased": leased,
     }
-    state |= {name: value for name, value in more.items() if value}
-    return state if spec.global_seed is None else {**state, "global_seed": spec.global_seed}
+    state["more"] = [[name, value] for name, value in more.items() if value]
+    if spec.global_seed is not None:
+        state["more"].append(["global_seed", spec.global_seed])
+    return state
 
 
 def load(state: Any, spec: PipelineSpec, allow: Collection[str] = (), planning: Planning | None = None) -> Resumed:
@@ -167,8 +178,7 @@ def _described(saved: Saved, spec: PipelineSpec) -> Mapping[str, Any]:
         cause = f"{CAUSES['pipeline']}. Its position means nothing in this pipeline, so the field cannot be allowed"
         raise CheckpointMismatchError("pipeline", saved["pipeline"], spec.node.text, cause)
     if saved["parts"]:
-        described: Mapping[str, Any] = saved["parts"]
-        return described
+        return parts_from_json(saved["parts"])
     return {name: saved[name] for name in ("data", *CHECKED)}
 
 
@@ -190,7 +200,7 @@ def _in_unit(cursor: Cursor, saved: Saved, spec: PipelineSpec, planning: Plannin
         lane = LaneCursor(0, WindowAt(lane))
     if not here:
         lane = replace(lane, excluded=lane.excluded.before_(rows), ahead=lane.ahead.before_(rows))
-    return Cursor.at_row(cursor.epoch, lane, cursor.steps)
+    return Cursor.at_row(cursor.epoch, lane, cursor.steps, cursor.first)
 
 
 def _in_rows(epoch: int, lane: LaneCursor, before: str, spec: PipelineSpec, planning: Planning | None) -> LaneCursor:

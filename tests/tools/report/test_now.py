@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 from pathlib import Path
 from typing import Any
@@ -18,8 +17,6 @@ from midepoch.audit import Ledger, read_run
 from midepoch.audit.starts import process_space
 from midepoch.tools.report import collect
 from midepoch.tools.report.now import _state, now
-
-OLD = Path(__file__).parents[2] / "fixtures" / "ledger-v2"
 
 
 def look(folder: Path, clock: Clock, **changes: Any) -> dict[str, Any]:
@@ -169,17 +166,6 @@ def test_padding_and_packing(docs: midepoch.Dataset, tmp_path: Path, clock: Cloc
     assert found["progress_at_least"] and found["eta"] is None  # all are of one group: how far it is cannot be known
     assert found["padding"] is None and 0.5 < found["packing"] <= 1.0 and not found["tokens_are_padded"]
     assert found["tokens_per_second"] == pytest.approx(4 * 64 * found["packing"], rel=0.05)
-
-
-@pytest.mark.parametrize("kind", ["positions", "lanes"])
-def test_ledgers_of_older_versions(tmp_path: Path, kind: str) -> None:
-    shutil.copytree(OLD / kind, tmp_path / kind)
-    (run,) = collect(tmp_path / kind)["runs"]
-    found = run["now"]
-    assert run["exact"] and found["rows_per_second"] == pytest.approx(4.0) and found["workers"] == 0
-    assert found["stages"] == {} and found["tokens_per_second"] is None and found["packing"] is None
-    if kind == "lanes":
-        assert [one["name"] for one in found["sources"]] == ["web", "code"] and found["progress"] == pytest.approx(0.8)
 
 
 def test_the_rate_at_the_end_of_an_epoch_is_no_spike(numbers: Numbers, tmp_path: Path, clock: Clock) -> None:
