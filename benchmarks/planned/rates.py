@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 
 import pyarrow as pa
 import torch
-from midepoch.loader.token_plan import TokenPlan
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader
 
@@ -25,7 +24,7 @@ from benchmarks.planned import data
 from benchmarks.planned.contenders import SEED
 from benchmarks.planned.figures import Rows
 from benchmarks.planned.plans import open_tokens
-from midepoch.loader.plans import Plan
+from midepoch.pipeline.plans import Plan, TokenPlan
 
 
 class Mapped:

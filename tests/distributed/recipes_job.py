@@ -130,12 +130,12 @@ def apart_in_other_ways(data: str, mesh: Any) -> dict[str, Any]:
     wide = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "tp"))
     loader = make(3, data_parallel=(wide, "dp"))
     if rank == 0:
-        loader.load_state_dict({**loader.state_dict(), "position": 12})
+        loader.load_state_dict({**loader.state_dict(), "position": 12, "cursor": [[0, 12]]})
     second_batch(loader, "position")
     loader = make(4)
     if rank == 0:
         next(iter(loader))  # a look at the first batch before the restore
-    loader.load_state_dict({**loader.state_dict(), "position": 12})
+    loader.load_state_dict({**loader.state_dict(), "position": 12, "cursor": [[0, 12]]})
     second_batch(loader, "look")
     passing = iter(make(5, batch=4))
     passing.load_state_dict({**passing.state_dict(), "position": 88})
