@@ -113,7 +113,9 @@ def resumed(folder: Path) -> list[Measured]:
             start = time.perf_counter()
             loader = midepoch.from_files(shards).shuffle(seed=1).loader(64)
             position = int(share * count) // 64 * 64
-            loader.load_state_dict({**loader.state_dict(), "position": position})
+            loader.load_state_dict(
+                {**loader.state_dict(), "position": position, "cursor": [[0, position]] if position else []}
+            )
             next(iter(loader))
             found.append(time.perf_counter() - start)
     fresh, late = (float(np.median(found)) for found in times.values())

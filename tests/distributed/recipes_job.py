@@ -138,7 +138,7 @@ def apart_in_other_ways(data: str, mesh: Any) -> dict[str, Any]:
     loader.load_state_dict({**loader.state_dict(), "position": 12, "cursor": [[0, 12]]})
     second_batch(loader, "look")
     passing = iter(make(5, batch=4))
-    passing.load_state_dict({**passing.state_dict(), "position": 88})
+    passing.load_state_dict({**passing.state_dict(), "position": 88, "cursor": [[0, 88]]})
     found["iterator"] = len(list(passing))
     return found
 

@@ -126,7 +126,7 @@ def _as_list(rows: list[Any]) -> list[int]:
 def test_misuse(ds: midepoch.Dataset, numbers: Numbers) -> None:
     with pytest.raises(ValueError, match="multiple of micro-batch × data-parallel ranks = 4 × 2, got 12"):
         rank_rows(12, 4, 2)
-    with pytest.raises(ValueError, match="omit max_tokens"):
+    with pytest.raises(ValueError, match="Omit max_tokens"):
         MicroBatches(ds.map(lambda row: {"t": [1]}).loader(max_tokens=4, length="t"), 1)
     with pytest.raises(ValueError, match="all columns of a batch must have a value for each of its 4 rows"):
         cut({"a": torch.zeros(4, 2), "b": torch.zeros(3)}, 2)

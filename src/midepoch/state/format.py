@@ -172,6 +172,8 @@ _DEFAULTS: dict[str, Any] = {
     "shard": None,
 }
 _MOST_LANES = 1 << 16
+_DEEPEST = 100
+"""Levels of a cursor or a description: one for each stage, and three for each mix in a mix."""
 
 
 @dataclass(frozen=True)
@@ -249,7 +251,7 @@ def _pairs(value: Any, name: str) -> dict[Any, Any]:
     """Return a list of [name, value] pairs as a dict."""
     if not (isinstance(value, list) and all(isinstance(one, list) and len(one) == 2 for one in value)):
         raise damaged(name, value)
-    if not all(isinstance(key, (str, int)) for key, _ in value):
+    if not all(isinstance(key, (str, int)) for key, _ in value) or len({key for key, _ in value}) < len(value):
         raise damaged(name, value)
     return dict(value)
 
@@ -265,16 +267,13 @@ def _part_to_json(name: str, value: Any) -> Any:
     return plain(list(value)) if isinstance(value, (list, tuple)) else value
 
 
-def parts_from_json(value: Any) -> dict[str, Any]:
+def parts_from_json(value: Any, depth: int = 0) -> dict[str, Any]:
     """Return the description of a pipeline. Raises StateError if it is none."""
-    try:
-        found = _pairs(value, "parts")
-        if "parts" in found:
-            if not isinstance(found["parts"], list):
-                raise damaged("parts", found["parts"])
-            found["parts"] = [parts_from_json(part) for part in found["parts"]]
-    except RecursionError:
-        raise damaged("parts", value) from None
+    found = _pairs(value, "parts")
+    if "parts" in found:
+        if not isinstance(found["parts"], list) or depth > _DEEPEST:
+            raise damaged("parts", found["parts"])
+        found["parts"] = [parts_from_json(part, depth + 1) for part in found["parts"]]
     return found
 
 
@@ -290,9 +289,11 @@ def lane_to_json(lane: LaneCursor) -> list[Any]:
     return found
 
 
-def plain(at: Any) -> Any:
+def plain(at: Any, depth: int = 0) -> Any:
     """Return a cursor of stages as new lists of numbers."""
-    return [plain(one) for one in at] if isinstance(at, list) else at
+    if depth > _DEEPEST:
+        raise StateError("the state is damaged: 'cursor' is too deep.")
+    return [plain(one, depth + 1) for one in at] if isinstance(at, list) else at
 
 
 def lane_from_json(value: Any, unit: str) -> LaneCursor:
@@ -304,17 +305,14 @@ def lane_from_json(value: Any, unit: str) -> LaneCursor:
     if not (isinstance(excluded, str) and isinstance(ahead, str) and ended in (0, 1)):
         raise damaged("cursor", value)
     if unit == "rows" and at is not None:
-        if not (isinstance(at, list) and len(at) == 3 and is_count(at[1]) and is_count(at[2])):
+        if not (isinstance(at, list) and len(at) == 3 and is_count(at[1]) and is_count(at[2]) and at[1] <= taken):
             raise damaged("cursor", value)
         at = WindowAt(lane_from_json(at[0], ""), at[1], at[2])
     rows = _pairs(spared, "cursor")
     if not all(isinstance(text, str) for text in rows.values()):
         raise damaged("cursor", value)
     sets = [Intervals.decode(text).from_(taken) for text in (excluded, ahead)]
-    try:
-        at = at if isinstance(at, WindowAt) else plain(at)
-    except RecursionError:
-        raise damaged("cursor", value) from None
+    at = at if isinstance(at, WindowAt) else plain(at)
     kept = {str(key): Intervals.decode(text) for key, text in rows.items()}
     return LaneCursor(taken, at, sets[0], sets[1], bool(ended), kept)
 

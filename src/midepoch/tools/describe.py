@@ -24,7 +24,7 @@ from midepoch.order.intervals import EMPTY, Intervals
 from midepoch.pipeline.identity import identity
 from midepoch.pipeline.planned import window_at
 from midepoch.pipeline.plans import Plan
-from midepoch.state.format import CAUSES, Saved, comparable, excluded_from_json, parse
+from midepoch.state.format import CAUSES, Saved, comparable, excluded_from_json, parse, parts_from_json
 from midepoch.state.saved import one_of
 from midepoch.tools.locate import of_index
 
@@ -139,7 +139,7 @@ def describe(
         else None,
         whose=None if whole else _whose(first),
         changes=tuple(map(str, first["changes"])),
-        sources=_sources(first["parts"]),
+        sources=_sources(parts_from_json(first["parts"])),
         batches=_batches(first) if by_tokens else None,
         steps=first["steps"],
         excluded=_excluded(parsed, "outputs" if is_stream else "batches" if by_tokens else "rows"),
@@ -226,13 +226,12 @@ class Difference(NamedTuple):
 @hinted()
 def differences(first: Any, second: Any) -> list[Difference]:
     """Return the differences between a state and another state, a dataset or a loader, with causes for a refusal."""
-    saved = parse(_one(first))
-    state = {**saved.fields, "unit": saved["unit"]}
+    state = _fields(first)
     if isinstance(second, (Dataset, Loader)):
         spec = second.pipeline
         other: Mapping[str, Any] = {"parts": {}, **identity(replace(spec, lanes=state["lanes"])), "unit": spec.unit}
     else:
-        other = parse(_one(second)).fields
+        other = _fields(second)
     fields = []
     for name in ("epoch", "position", "lanes"):
         if name in other and state[name] != other[name]:
@@ -249,6 +248,12 @@ def differences(first: Any, second: Any) -> list[Difference]:
     if state["parts"] != other["parts"]:
         fields.append(Difference("parts", state["parts"], other["parts"], "the sources, or their steps, have changed"))
     return fields
+
+
+def _fields(given: Any) -> dict[str, Any]:
+    """Return the fields of a state, with the description of its sources."""
+    saved = parse(_one(given))
+    return {**saved.fields, "parts": parts_from_json(saved["parts"])}
 
 
 def _kind(state: Mapping[str, Any]) -> str:

@@ -180,7 +180,9 @@ def test_red_means_lost_or_repeated(browser: Any, address: str, labelled_files: 
     ds = midepoch.from_files(labelled_files)
     for number, position in enumerate([0, 300]):
         loader = ds.loader(50, audit=Ledger(tmp_path / "bad", attempt=str(number)))
-        loader.load_state_dict({**loader.state_dict(), "position": position})
+        loader.load_state_dict(
+            {**loader.state_dict(), "position": position, "cursor": [[0, position]] if position else []}
+        )
         next(loader)
         next(loader)
     (tmp_path / "bad.html").write_text(render(collect(tmp_path / "bad")))
