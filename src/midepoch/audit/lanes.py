@@ -63,7 +63,7 @@ Values = tuple[list[Any], list[int]]
 
 
 class Places(NamedTuple):
-    """Where the lanes of a rank are after a step: a mark of each, and the outputs that it has taken."""
+    """Places of the lanes of a rank after a step: a mark of each, and the outputs that it has taken."""
 
     marks: Sequence[Any]
     taken: Sequence[int]

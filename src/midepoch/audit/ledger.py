@@ -80,7 +80,7 @@ class Ledger:
         self._pages: mmap.mmap | None = None
         self._lanes: LaneRecorder | None = None
         self._how = "fresh"
-        """How the run comes to its next pass: it is "fresh", a state was "loaded", or it goes "on"."""
+        """How the run comes to its next pass: it is "fresh", a state was "loaded", or it is "on" its way."""
         self._origin: Any = Cursor()
         """The place after the last batch recorded, or of a loaded state."""
         self.documents = DocumentRecorder()

@@ -1,6 +1,6 @@
 """The proof that a run delivered every unit once: one tiling of rows, outputs, batches by tokens and leases.
 
-Every record says which units were done before it: the run came there by a state, or by going on. In the order of the
+Every record says which units were done before it: a state was loaded there, or the run continued. In the order of the
 records, the proof keeps the set of units that the weights have seen:
 
 - A record that goes back (a loaded state, a fresh start, a look that is taken back) claims a set. Units that were
@@ -42,7 +42,7 @@ class Plans(Protocol):
 
 
 class Claim(NamedTuple):
-    """What a record says of the units before it: which are done, and which later ones are excluded."""
+    """Statement of a record about the units before it: which are done, and which later ones are excluded."""
 
     done: Units
     excluded: Units
@@ -106,7 +106,7 @@ class EpochUnits:
             self.excluded[lane] = excluded.union(claim.excluded.get(lane, EMPTY))
 
     def exclude(self, claim: Claim) -> None:
-        """Note what a record that goes on has excluded."""
+        """Note what a record of a run that continues has excluded."""
         for lane, units in claim.excluded.items():
             self.excluded[lane] = self.excluded.get(lane, EMPTY).union(units)
 

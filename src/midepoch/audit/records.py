@@ -107,7 +107,7 @@ class Passed:
 
     shape: Shape
     cursor: Cursor
-    """Where it began. In lanes, without the cursors of their stages, which ``track`` has."""
+    """The cursor at which it began. In lanes, without those of their stages, which ``track`` has."""
     unit: str
     beginning: tuple[int, int, float]
     """The number of the start, of the pass in its process, and the time."""

@@ -24,7 +24,7 @@ from midepoch.pipeline.spec import PipelineSpec
 
 
 class Kind(Enum):
-    """How a run came to its place."""
+    """The way in which a run came to its place."""
 
     NEW = auto()
     LOADED = auto()

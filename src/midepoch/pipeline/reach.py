@@ -1,4 +1,4 @@
-"""What the outputs of a lane have drawn from its sources: those that are done ahead, and those of groups in progress.
+"""Rows that the outputs of a lane have drawn from its sources: outputs done ahead, and those of groups in progress.
 
 A stage that delivers only a part of a group at a time (a window of a shuffle, a document of a pack) makes the whole
 group again after a resume. An edit must not change the rows of such a group: it applies to the rows after them.

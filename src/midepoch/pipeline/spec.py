@@ -57,7 +57,7 @@ class PipelineSpec:
 
     @property
     def unit(self) -> str:
-        """What a cursor counts: "rows", or "outputs" if positions cannot be computed."""
+        """The unit that a cursor counts: "rows", or "outputs" if positions cannot be computed."""
         return "rows" if self.has_positions else "outputs"
 
     @cached_property

@@ -178,7 +178,7 @@ _DEEPEST = 100
 
 @dataclass(frozen=True)
 class Leased:
-    """What one of several ranks has acknowledged in a pass.
+    """The part of a pass that one of several ranks has acknowledged.
 
     ``turn``, ``turns``: of the units that the pass delivers, numbered over all ranks, its own ones before ``turn`` and
     those at ``turns``. ``outputs``: of lanes that it shares with other ranks, the outputs that it has acknowledged.
