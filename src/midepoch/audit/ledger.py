@@ -51,6 +51,7 @@ _FIRST_MARK = 1.0  # each of the next comes after twice the time, up to _MARK_SE
 _SEEN_SECONDS = 1.0
 _SEEN = b'"seen":"%012d"'
 _PAGE = mmap.PAGESIZE
+_STEP = ord(".")
 _numbers = count(1)  # passes of this process
 _latest: dict[tuple[str, int], Ledger] = {}  # the ledger that began the last pass of a stream and rank in this process
 
@@ -186,6 +187,11 @@ class Ledger:
         self._seen = self.end + 1 + line.rindex(_SEEN % 0)
         self._write(b"\n" + line + b"\n")
 
+    @property
+    def in_lanes(self) -> bool:
+        """True if the pass has lanes, whose cursors are recorded."""
+        return self._lanes is not None
+
     def prepare_step(self, at: Any) -> None:
         """Write the cursors of earlier steps that are due, before the step that ends at a place is recorded."""
         if self._lanes is not None and self._lanes.is_due(Places.of(at, self._lanes.numbers)):
@@ -197,7 +203,13 @@ class Ledger:
         ``waited``: seconds that the model has waited since the pass began.
         """
         now = self._last = time.monotonic()
-        due = now >= self._due
+        due, end = now >= self._due, self.end
+        quick = self._lanes is None and not (due or skipped or self._beside) and end + 1 < self._room
+        if quick and self._pages is not None and self._owner == os.getpid():  # most steps of positions: 1 µs
+            self._how, self._origin = "on", at
+            self._pages[end] = _STEP
+            self.end = end + 1
+            return
         record = b"." if not skipped else b"-%d." % skipped
         if self._beside:
             record += b"!"  # another loader of the same rows has begun a pass meanwhile

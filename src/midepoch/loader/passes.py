@@ -99,7 +99,8 @@ class Pass(HasState):
                     if not self._recorded:  # a pass is recorded from its first batch on
                         loader._begin_record(ledger, self)
                         self._recorded = True
-                    ledger.prepare_step(at)
+                    if ledger.in_lanes:
+                        ledger.prepare_step(at)
                     if made.traced is not None:
                         ledger.documents.write(self._since, made.traced)
                     recorded = ledger.recorded

@@ -259,7 +259,7 @@ class Chunk:
     items: Items
     at: Callable[[int], At]
     before_: Callable[[int], At] | None = None
-    table: Callable[[Int64Array, bool], Int64Array] | None = None
+    table: Callable[[Int64Array, bool], Int64Array | None] | None = None
     """The numbers of many cursors in one call, a row for each: those of ``at``, or of ``before`` if that is True. It is
     for the ledger, to which a call for each step would cost a tenth of a cheap batch.
     """
@@ -298,6 +298,11 @@ class Pulled:
             step = min(left, stop - start)
             mark, left = (chunk, start + step), left - step
         return at_mark(mark)
+
+    @property
+    def pieces(self) -> list[tuple[Chunk, int, int]]:
+        """The chunks that they are of, with the first and the last of each."""
+        return self._pieces
 
     def pieces_after(self, count: int) -> list[tuple[Chunk, int, int]]:
         """Return the pieces of all but the first ``count`` of them."""

@@ -40,6 +40,19 @@ class PartsAt(list[Any]):
         self.kept = kept
 
 
+def flatten(at: At, values: list[Any]) -> None:
+    """Append the numbers of a cursor, with the counts of rows that yielded outputs."""
+    for inner in at:
+        if isinstance(inner, list):
+            flatten(inner, values)
+        else:
+            values.append(inner)
+    if isinstance(at, RowAt):
+        values += (at.kept, at.first)
+    elif isinstance(at, PartsAt):
+        values += at.kept
+
+
 @dataclass(frozen=True)
 class LaneCursor:
     """Progress of one lane.

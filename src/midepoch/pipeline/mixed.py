@@ -109,7 +109,25 @@ class Mixed:
             ]
             return [first + position, schedule_version, parts, *([old] if old is not None else [])]
 
-        return Chunk(items, at, before)
+        def table(outputs: Int64Array, is_before: bool) -> Int64Array | None:
+            if old is not None:
+                return None
+            last = outputs == len(filled)
+            if is_before:
+                positions = np.append(filled, size)[outputs]
+            else:
+                positions = np.where(outputs > 0, filled[np.maximum(outputs, 1) - 1] + 1, 0)
+                positions = np.where(last, size, positions)
+            columns = [(first + positions)[:, None], np.full((len(outputs), 1), schedule_version)]
+            for number, draw in enumerate(draws):
+                drawn = np.concatenate([[0], np.cumsum(sources == number)])[positions]
+                coming = is_before & ~last & (sources[np.minimum(positions, len(sources) - 1)] == number)
+                if (values := draw.table(drawn, coming)) is None:
+                    return None
+                columns.append(values)
+            return np.concatenate(columns, axis=1)
+
+        return Chunk(items, at, before, table if len(filled) else None)
 
     def _end(self, draws: Sequence[Draw], places: Sequence[Int64Array]) -> int | None:
         """Return the position in this chunk at which the mix ends, if it does.

@@ -16,7 +16,7 @@ Int64Array = npt.NDArray[np.int64]
 
 def token_table(
     origins: tuple[tuple[Chunk, int, int], ...], ends: Int64Array, length: int, base: int, first_number: int
-) -> Callable[[Int64Array, bool], Int64Array] | None:
+) -> Callable[[Int64Array, bool], Int64Array | None] | None:
     """Return the table of cursors of packed sequences, where the documents have one.
 
     ``first_number``: the number of the first sequence, or -1 without a schedule.
@@ -24,7 +24,7 @@ def token_table(
     if any(chunk.table is None for chunk, _, _ in origins):
         return None
 
-    def table(outputs: Int64Array, _: bool) -> Int64Array:
+    def table(outputs: Int64Array, _: bool) -> Int64Array | None:
         tokens = outputs * length
         document = np.searchsorted(ends, tokens, side="right")
         into = tokens - np.where(document > 0, ends[np.maximum(document, 1) - 1], -base)
@@ -38,7 +38,9 @@ def token_table(
             for before in (False, True):
                 some = np.flatnonzero(mine & ((into > 0) == before))
                 if len(some):
-                    parts.append((some, chunk.table(first + left[some], before)))
+                    if (values := chunk.table(first + left[some], before)) is None:
+                        return None
+                    parts.append((some, values))
             left = np.where(mine, -1, left - count)
         found = np.zeros((len(outputs), parts[0][1].shape[1] + 1), np.int64)
         for some, values in parts:

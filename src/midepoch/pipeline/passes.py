@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
+import numpy.typing as npt
+
 from midepoch.order import Shard
 from midepoch.pipeline.chunk import Chunk, Flow, Items, Pulled, Puller, joined
 from midepoch.pipeline.combined import conformer
-from midepoch.pipeline.cursor import At
+from midepoch.pipeline.cursor import At, flatten
 from midepoch.pipeline.node import Mix
 
+Int64Array = npt.NDArray[np.int64]
 Open = Callable[[int, int, Shard, At], Flow]
 """Function that opens a part, given its number, epoch, lane and cursor."""
 
@@ -195,6 +199,41 @@ class Draw:
                 return [run, stage, taken.before(done)]
             done -= taken.count
         return self.at(count)
+
+    def table(self, counts: Int64Array, coming: npt.NDArray[np.bool_]) -> Int64Array | None:
+        """Return the numbers of many entries in one call, or None if a chunk has no such table.
+
+        ``counts``: outputs before each. ``coming``: True where the entry is right before the next output.
+        """
+        width, parts, done = -1, [], 0
+        for run, stage, taken in self._taken:
+            for chunk, start, stop in taken.pieces:
+                if chunk.table is None:
+                    return None
+                for is_before in (False, True):
+                    low = done if is_before else done + 1
+                    places = np.flatnonzero((counts >= low) & (counts < low + stop - start) & (coming == is_before))
+                    if len(places):
+                        values = chunk.table(start + counts[places] - done, is_before)
+                        if values is None or width not in (-1, values.shape[1]):
+                            return None
+                        width = values.shape[1]
+                        parts.append((places, run, stage, values))
+                done += stop - start
+        found = np.zeros((len(counts), 2 + max(width, 0)), np.int64)
+        covered = np.zeros(len(counts), np.bool_)
+        for places, run, stage, values in parts:
+            found[places, 0], found[places, 1], found[places, 2:], covered[places] = run, stage, values, True
+        if not covered.all():  # those before the first output, and after the last
+            for count in np.unique(counts[~covered]).tolist():
+                numbers: list[int] = []
+                flatten(self.at(count), numbers)
+                if width >= 0 and len(numbers) != 2 + width:
+                    return None
+                if width < 0:
+                    width, found = len(numbers) - 2, np.zeros((len(counts), len(numbers)), np.int64)
+                found[~covered & (counts == count)] = numbers
+        return found
 
     def at(self, count: int) -> At:
         """Return the part's entry in the cursor after the first ``count``. It begins again only when more is needed."""

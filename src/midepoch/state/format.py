@@ -280,6 +280,8 @@ def parts_from_json(value: Any, depth: int = 0) -> dict[str, Any]:
 def lane_to_json(lane: LaneCursor) -> list[Any]:
     """Return the cursor of a lane as a list, without what is empty at its end."""
     at = lane.at
+    if at is None and not (lane.excluded or lane.ahead or lane.ended or lane.spared):
+        return [lane.taken]
     if isinstance(at, WindowAt):
         at = [lane_to_json(at.rows), at.first, at.checksum]
     spared = [[key, rows.encode()] for key, rows in lane.spared.items() if rows]
