@@ -1,4 +1,4 @@
-"""Base classes of resumable iterables: ``next()``, and the second pair of names of the state methods."""
+"""Base class of what can be resumed: ``next()``, and the second pair of names of the state methods."""
 
 from __future__ import annotations
 
@@ -6,8 +6,13 @@ from collections.abc import Iterator
 from typing import Any
 
 
-class HasState:
-    """Mixin that adds ``get_state`` and ``set_state`` (Grain, Orbax, ``midepoch.typing``) to ``state_dict`` (torch)."""
+class Resumable:
+    """Iterable with ``state_dict`` (torch), ``get_state`` (Grain, Orbax, ``midepoch.typing``) and ``next()``.
+
+    ``next()`` continues the current pass and begins one if there is none. An iterator has its own.
+    """
+
+    _pass: Iterator[Any] | None = None
 
     def state_dict(self) -> dict[str, Any]:
         raise NotImplementedError
@@ -32,12 +37,6 @@ class HasState:
     def takes_states_of_all_ranks(self) -> bool:
         """True if the list of the states of all ranks restores any number of ranks."""
         return False
-
-
-class Resumable(HasState):
-    """Iterable with ``next()``, which continues its current pass and begins one if there is none."""
-
-    _pass: Iterator[Any] | None = None
 
     def __iter__(self) -> Iterator[Any]:
         raise NotImplementedError

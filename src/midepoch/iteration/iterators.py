@@ -10,7 +10,7 @@ from itertools import chain
 from operator import length_hint
 from typing import Any, NamedTuple, Protocol, cast
 
-from midepoch._internal.resumable import HasState
+from midepoch._internal.resumable import Resumable
 from midepoch.errors import StateError
 from midepoch.pipeline.cursor import Cursor
 
@@ -57,7 +57,7 @@ class Owner(Protocol):
     def epoch_over(self, iterator: Any, cursor: Cursor) -> None: ...
 
 
-class RowIterator(chain[Any], HasState):
+class RowIterator(chain[Any], Resumable):
     """Iterator over rows from a cursor to the end of the epoch.
 
     ``next`` is that of ``itertools.chain`` over iterators of chunks: no Python code runs for a row, which would cost a
@@ -157,7 +157,7 @@ class _Failed:
         raise StopIteration if problem is None else problem
 
 
-class BatchIterator(HasState):
+class BatchIterator(Resumable):
     """Iterator over batches of rows from a cursor to the end of the epoch, as columns."""
 
     round = batch = 0

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
-from midepoch._internal.resumable import HasState
+from midepoch._internal.resumable import Resumable
 from midepoch._internal.threads import silent_at_exit
 from midepoch.audit.leases import LeaseSteps
 from midepoch.errors import MidepochError
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from midepoch.loader.loader import Loader
 
 
-class Pass(HasState):
+class Pass(Resumable):
     """Iterator over the batches of a pass. The state of the loader moves with every batch."""
 
     _closed = True  # before it has begun

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from midepoch._internal.resumable import HasState
+from midepoch._internal.resumable import Resumable
 from midepoch.errors import MidepochError
 from midepoch.loader.options import check_continues
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from midepoch.loader.loader import Loader
 
 
-class Stretch(HasState):
+class Stretch(Resumable):
     """Iterator over the steps of a run up to the next multiple of ``steps_per_epoch``, across epochs of the data."""
 
     def __init__(self, loader: Loader) -> None:
