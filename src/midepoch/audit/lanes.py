@@ -63,18 +63,22 @@ Values = tuple[list[Any], list[int]]
 
 
 class Places(NamedTuple):
-    """Places of the lanes of a rank after a step: a mark of each, and the outputs that it has taken."""
+    """Places of the lanes of a rank after a step: a mark of each, and the outputs that it has taken.
+
+    ``ended``: all of them are known to be at their end.
+    """
 
     marks: Sequence[Any]
     taken: Sequence[int]
+    ended: bool
 
     @staticmethod
     def of(at: Any, numbers: Sequence[int]) -> Places:
         """Return where a step, or a cursor, has the lanes with these numbers."""
         if isinstance(at, StepOutputs):
-            return Places(at.marks, at.after)
+            return Places(at.marks, at.after, at.ended)
         lanes = [at.lanes[number] for number in numbers]
-        return Places([lane.at for lane in lanes], [lane.taken for lane in lanes])
+        return Places([lane.at for lane in lanes], [lane.taken for lane in lanes], at.lanes_ended)
 
 
 class LaneRecorder:
@@ -106,7 +110,7 @@ class LaneRecorder:
         Both take effect when the bytes are written: an interrupt may come before.
         """
         before = list(self.before)
-        marks, taken = (zip(*columns, strict=True) for columns in zip(*self.pending, strict=True))
+        marks, taken = (zip(*columns, strict=True) for columns in list(zip(*self.pending, strict=True))[:2])
         texts = [";".join(_texts(before, lane, *both)) for lane, both in enumerate(zip(marks, taken, strict=True))]
         return b"{%b}" % "|".join(texts).encode(), before
 

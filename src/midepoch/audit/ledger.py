@@ -85,7 +85,7 @@ class Ledger:
         self._origin: Any = Cursor()
         """The place after the last batch recorded, or of a loaded state."""
         self.documents = DocumentRecorder()
-        self._path, self._ends = self.folder, False
+        self._path, self._ends, self._ended_at = self.folder, False, 0
         self.end = self._room = 0
         """Bytes recorded so far."""
 
@@ -250,9 +250,12 @@ class Ledger:
         """Write the cursors of the lanes that are pending: a state is saved, or another pass begins."""
         lanes = self._lanes
         if lanes is not None and lanes.pending:
+            last = lanes.pending[-1]
             record, before = lanes.record()
             self._write(record)
             lanes.pending, lanes.before = [], before  # no call between: an interrupt does not come here
+            if last.ended and self._ends:  # also if no pass comes to ask for another batch
+                self._end_lanes(lanes, last)
 
     def leave(self) -> None:
         """Write what is pending: a pass ends, or is left."""
@@ -278,6 +281,7 @@ class Ledger:
         end, pending = recorded
         if self._lanes is not None:
             del self._lanes.pending[pending:]
+            self._ends = self._ends or self._ended_at >= end
         if self._file < 0 or self._owner != os.getpid() or not end <= self._room:
             return
         zeros = bytes(self._room - end)
@@ -291,15 +295,20 @@ class Ledger:
     def finish(self, waited: float, end: Cursor) -> None:
         """Record that a pass was iterated to its end."""
         self.flush()
-        if self._ends:
+        if self._ends and self._lanes is not None and end.lanes:
+            self._end_lanes(self._lanes, Places.of(end, self._lanes.numbers))
+        elif self._ends:
             self._write(b"#")
-        if self._lanes is not None and end.lanes:
-            self._lanes.pending.append(Places.of(end, self._lanes.numbers))
-            self.flush()
         self._how, self._origin = "on", end
         self._write(self._times(self._last, waited))  # as all marks, at a step: what follows is not its time
         self._see(self._last)
         self.sync()
+
+    def _end_lanes(self, lanes: LaneRecorder, places: Places) -> None:
+        """Record the end of the epoch, and the places of the lanes there, once."""
+        self._ends, self._ended_at, lanes.pending = False, self.end, [places]
+        self._write(b"#" + lanes.record()[0])
+        lanes.pending = []
 
     def sync(self) -> None:
         """Write the ledger to disk. (A process that dies loses nothing without it, but a machine may.)"""

@@ -180,7 +180,7 @@ def read_generations(folder: Path) -> list[Generation]:
             of_process[one.process, one.rank].append(one)
     groups: dict[tuple[Shape, bool, int], list[Passed]] = defaultdict(list)
     for passes in of_process.values():
-        passes.sort(key=lambda one: one.beginning)
+        passes = _joined(sorted(passes, key=lambda one: one.beginning))
         left = Counter((one.shape, one.is_load) for one in passes)
         for one in passes:
             # Counted from the last: possibly only some of the ranks looked at the first batch.
@@ -188,6 +188,19 @@ def read_generations(folder: Path) -> list[Generation]:
             groups[one.shape, one.is_load, left[one.shape, one.is_load]].append(one)
     generations = [_together(shape, passes, uses, files) for (shape, _, _), passes in groups.items()]
     return sorted(generations, key=lambda one: one.beginning)
+
+
+def _joined(passes: list[Passed]) -> list[Passed]:
+    """Return the passes of a process. One that only finds that nothing is left of its epoch is a part of the last."""
+    found: list[Passed] = []
+    for one in passes:
+        before = found[-1] if found else None
+        if before is None or before.track is None or one.track is None or not one.finds_the_end_of(before):
+            found.append(one)
+            continue
+        track = replace(before.track, record=before.track.record + one.track.record)
+        found[-1] = replace(before, finished=True, track=track, seen=one.seen)
+    return found
 
 
 def _uses(files: dict[str, list[Passed]]) -> dict[str, int]:

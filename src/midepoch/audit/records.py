@@ -157,6 +157,12 @@ class Passed:
     reused: bool = False
     """True if another start had the same name."""
 
+    def finds_the_end_of(self, before: Passed) -> bool:
+        """Return True if the run continued with it after another pass of its epoch, and nothing was left."""
+        continues = self.how == "on" and self.shape == before.shape and self.leases is None and not before.is_load
+        edited = any(lane.excluded for lane in self.cursor.lanes.values()) or self.excluded != before.excluded
+        return continues and self.finished and not self.steps and not before.finished and not edited
+
     def excluded_rows(self, sources: int) -> tuple[Intervals, ...]:
         """Return the excluded rows of each source."""
         return excluded_from_json(self.excluded, sources)

@@ -144,6 +144,11 @@ class StepOutputs:
         self.total = sum(some.count for _, some in taken) if lanes.done is None else len(self._kept)
         """Outputs of all processes that share these lanes, without those that are dropped."""
 
+    @property
+    def ended(self) -> bool:
+        """True if nothing is left in the lanes after them, as far as it is known."""
+        return not any(self._live)
+
     @cached_property
     def _lane_of(self) -> Int64Array:
         """The lane of each output, in the order of delivery."""
