@@ -467,6 +467,26 @@ def test_every_rank_ends_its_pass_with_its_own_last_batch(
     assert run.exact and all(epoch.complete for epoch in run.epochs), (run.problems, run.epochs)
 
 
+@pytest.mark.parametrize("name", ["filter", "filter in order", "pack", "mix", "take", "flat map"])
+def test_a_run_killed_after_the_last_batch_of_an_epoch_proves_itself(
+    name: str, open_ds: Callable[[], midepoch.Dataset], tmp_path: Path
+) -> None:
+    """Nobody asked for another batch, so that the end of the epoch is known only from the lanes, or from the resume."""
+    make = lambda **more: PIPELINES[name](open_ds()).loader(2, **more)  # noqa: E731
+    count = len(list(make()))
+    loader = make(audit=Ledger(tmp_path, attempt="1"))
+    for _ in range(count):
+        next(loader)
+    state = loader.state_dict()
+    loader.close()
+    resumed = make(audit=Ledger(tmp_path, attempt="2"))
+    resumed.load_state_dict(state)
+    list(resumed)
+    resumed.close()
+    run = read_run(tmp_path)
+    assert run.exact and [epoch.complete for epoch in run.epochs] == [True, True], (run.problems, run.epochs)
+
+
 @pytest.mark.parametrize("name", PIPELINES)
 def test_a_pass_that_was_left_continues_if_the_data_is_shuffled(
     name: str, open_ds: Callable[[], midepoch.Dataset], caplog: pytest.LogCaptureFixture

@@ -320,3 +320,8 @@ def test_a_shard_has_the_same_rows_iterated_indexed_and_loaded(tmp_path: Path) -
             rows = [int(row["id"]) for row in shard]
             assert shard[:]["id"].tolist() == rows
             assert [i for batch in shard.loader(2, last_batch="uneven") for i in batch["id"].tolist()] == rows
+
+
+def test_a_path_is_opened_with_from_files() -> None:
+    with pytest.raises(TypeError, match="from_files"):
+        midepoch.Dataset("data/train.parquet")  # type: ignore[arg-type]

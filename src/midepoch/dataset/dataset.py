@@ -46,6 +46,11 @@ class Dataset(Loading, Resumable):
     _iteration_type: type[IterationState] = IterationState
 
     def __init__(self, spec: PipelineSpec, cursor: Cursor | None = None, *, named: bool = False) -> None:
+        if not isinstance(spec, PipelineSpec):
+            raise TypeError(
+                f"a Dataset is made of a pipeline, not of {type(spec).__name__}. Open files with "
+                "midepoch.from_files(path), and data in memory with midepoch.from_dict, from_list or from_hf."
+            )
         self._iteration = self._iteration_type(spec, cursor or Cursor(), named)
         self._access = None
         register_with_torch(Dataset)
