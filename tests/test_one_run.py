@@ -311,3 +311,33 @@ def test_50_000_excluded_rows_do_not_slow_a_state_down() -> None:
     loader.exclude(rows=range(0, 100_000, 2))
     [[_, first]], [[_, again]] = (dict(loader.state_dict()["more"])["excluded"] for _ in range(2))
     assert first is again and loader.pipeline.excluded_texts[0][1] is first
+
+
+@pytest.mark.parametrize("options", [{"batch_size": 2}, {"max_tokens": 30}], ids=["rows", "tokens"])
+@pytest.mark.parametrize(
+    ("what", "when"), [("steps", "pass"), ("rows", "pass"), ("steps", "load"), ("rows", "load"), ("steps", "epoch")]
+)
+def test_what_is_excluded_at_the_end_of_an_epoch_is_proved(
+    options: dict[str, int], what: str, when: str, tmp_path: Path
+) -> None:
+    """No batch of the epoch follows. It was counted as never delivered."""
+
+    def make(attempt: str) -> midepoch.Loader:
+        return data(0, 9).loader(**options, audit=Ledger(tmp_path, attempt=attempt))  # type: ignore[arg-type]
+
+    steps, loader, had = len(list(data(0, 9).loader(**options))), make("1"), []  # type: ignore[arg-type,var-annotated]
+    for _ in range(0 if when == "epoch" else steps - 1):
+        had += ids(next(loader))
+    if when == "load":
+        state, loader = loader.state_dict(), make("2")
+        loader.load_state_dict(state)
+    left = sorted(set(range(9)) - set(had))
+    if what == "rows":
+        loader.exclude(rows=left)
+    else:
+        loader.exclude(steps=range(loader.steps + 1, steps + 1))
+    rest_of(loader), rest_of(loader)
+    loader.close()
+    run = read_run(tmp_path)
+    assert run.exact and all(epoch.complete for epoch in run.epochs), (run.problems, run.epochs)
+    assert (run.epochs[0].once, run.epochs[0].excluded) == (len(had), len(left))

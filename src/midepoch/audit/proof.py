@@ -23,7 +23,7 @@ import numpy.typing as npt
 from midepoch.audit.passes import Generation
 from midepoch.order import Shard
 from midepoch.order.intervals import EMPTY, Intervals
-from midepoch.pipeline.cursor import LaneCursor
+from midepoch.pipeline.cursor import LaneCursor, WindowAt
 from midepoch.pipeline.plans import StepPlan, TokenPlan
 
 Int64Array = npt.NDArray[np.int64]
@@ -289,6 +289,9 @@ def claim_of(one: Generation, plans: Plans) -> Claim:
 
 def in_rows(one: Generation, lane: LaneCursor, plans: Plans) -> LaneCursor:
     """Return a cursor of a pass over positions in rows."""
+    at = lane.at
+    if isinstance(at, WindowAt) and at.first == lane.taken and not (lane.excluded or lane.ahead):
+        return at.rows  # also if nothing is left to plan
     plan = plans.plan_of(one) if one.shape.batching.budget else None
     if not isinstance(plan, TokenPlan):
         return lane

@@ -70,6 +70,13 @@ def _without_outputs(spec: PipelineSpec, options: Options, cursor: Cursor, steps
         spec = spec.for_processes(spec.shard.count)
     lanes = spec.open(spec.shard, spec.bundles_here(shared=spec.shard.count > 1), cursor)
     beginning, last = lanes.cursor(), int(steps.stops[-1]) - 1
+    if cursor.first and lanes.share.lanes.count > 1 and options.last_batch == "uneven":
+        _log.warning(
+            "exclude(steps=…): ranks with lanes of their own may have had different numbers of batches in earlier "
+            "epochs, and then count different steps: this one is at step %d. Compare loader.steps of all ranks, or use "
+            "exclude(rows=…) or exclude(documents=…).",
+            cursor.steps,
+        )
     if last - cursor.steps > _MANY_STEPS:
         _log.warning(
             "exclude(steps=…) runs the pipeline for %d steps, up to step %d: the outputs of a step are known only "

@@ -17,6 +17,7 @@ from midepoch._internal.checks import integer
 from midepoch._internal.hints import hinted_methods, no_attribute
 from midepoch._internal.progress import Bar
 from midepoch._internal.resumable import Resumable
+from midepoch.audit.leases import LeaseSteps
 from midepoch.audit.ledger import Ledger
 from midepoch.distributed import rendezvous
 from midepoch.errors import WorldError
@@ -30,6 +31,7 @@ from midepoch.loader.leasing import LeaseItems, end_leases
 from midepoch.loader.meter import Meter
 from midepoch.loader.options import Options, SingleRow
 from midepoch.loader.passes import Pass
+from midepoch.loader.plans import make_plan
 from midepoch.loader.provenance import source_names
 from midepoch.loader.state import Start
 from midepoch.loader.stretches import Stretch
@@ -87,7 +89,7 @@ class Loader(Resumable):
         counting.check_new(spec, options, cursor)
         if cursor.begun and ledger is not None:
             ledger.loaded(cursor)
-            self._begin_record(ledger, None)
+            self._begin_record(ledger, self._run.cursor, load=True)
 
     if not TYPE_CHECKING:  # a type checker would allow every name
 
@@ -312,7 +314,7 @@ class Loader(Resumable):
         self._compare_again()
         if self._ledger is not None:  # now, not with the first batch: there may be no batch left
             self._ledger.loaded(resumed.cursor)
-            self._begin_record(self._ledger, None)
+            self._begin_record(self._ledger, self._run.cursor, load=True)
 
     def check_state(self, state: Any) -> None:
         """Raise the error that ``load_state_dict`` would raise for a state that does not fit. Change nothing."""
@@ -405,6 +407,12 @@ class Loader(Resumable):
             edited = edits.without_rows(spec, options, cursor, rows)
         _log.info("exclude: %d %s are left out from the next batch on", edited.left_out, spec.unit)
         self._continue_at(edited.spec, edited.cursor)
+        ledger, is_planned = self._ledger, spec.unit == "rows"
+        if ledger is not None and is_planned and not make_plan(edited.spec, options, edited.cursor).has(0):
+            # Nothing is left of the epoch, so that no batch follows that would begin a record.
+            self._draw_seed()
+            self._begin_record(ledger, edited.cursor)
+            ledger.finish(self._meter.waited, edited.cursor)
         return edited.left_out
 
     def _continue_at(self, spec: PipelineSpec, cursor: Cursor) -> None:
@@ -534,9 +542,10 @@ class Loader(Resumable):
         if self._counterparts is not None:
             self._counterparts.loaded()
 
-    def _begin_record(self, ledger: Ledger, batches: Pass | None) -> None:
-        """Record that a pass begins, or that a state was loaded if there is none."""
-        start = self._run.cursor if batches is None else batches.start
+    def _begin_record(
+        self, ledger: Ledger, start: Cursor, *, leased: LeaseSteps | None = None, load: bool = False
+    ) -> None:
+        """Record that a pass begins. ``load``: that a state was loaded."""
         options = self._options
         ledger.begin(
             self.pipeline,
@@ -547,8 +556,8 @@ class Loader(Resumable):
             workers=options.num_workers,
             measured=self._meter,
             sources=self.sources if options.provenance else (),
-            leased=None if batches is None else batches.leased,
-            load=batches is None,
+            leased=leased,
+            load=load,
         )
 
     def _leave(self, feed: Feed | None, *, edited: bool = False) -> None:

@@ -97,7 +97,7 @@ class Pass(Resumable):
                 at = self.feed.after(made)  # type: ignore[union-attr]
                 if ledger is not None:
                     if not self._recorded:  # a pass is recorded from its first batch on
-                        loader._begin_record(ledger, self)
+                        loader._begin_record(ledger, self.start, leased=self.leased)
                         self._recorded = True
                     if ledger.in_lanes:
                         ledger.prepare_step(at)
@@ -178,7 +178,7 @@ class Pass(Resumable):
         if self._ledger is None:
             return
         if not self._recorded and feed.plan is None:
-            self._loader._begin_record(self._ledger, self)
+            self._loader._begin_record(self._ledger, self.start, leased=self.leased)
         self._ledger.finish(self._meter.waited, feed.end)
 
     @property
