@@ -341,3 +341,9 @@ def test_what_is_excluded_at_the_end_of_an_epoch_is_proved(
     run = read_run(tmp_path)
     assert run.exact and all(epoch.complete for epoch in run.epochs), (run.problems, run.epochs)
     assert (run.epochs[0].once, run.epochs[0].excluded) == (len(had), len(left))
+
+
+def test_a_long_range_of_steps_is_an_error_at_once() -> None:
+    """Its steps are not listed one by one."""
+    with pytest.raises(ValueError, match="its last step is 5"):
+        data(0, 10).loader(2).exclude(steps=range(1, 10**15))

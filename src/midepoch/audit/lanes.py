@@ -22,7 +22,7 @@ import numpy.typing as npt
 
 from midepoch.order import Shard
 from midepoch.pipeline.chunk import at_mark
-from midepoch.pipeline.cursor import At, LaneCursor, PartsAt, RowAt
+from midepoch.pipeline.cursor import At, LaneCursor, PartsAt, RowAt, flatten
 from midepoch.pipeline.lanes import StepOutputs
 from midepoch.pipeline.leaf import Leaf
 from midepoch.pipeline.node import Concat, Mix, Node, Zip
@@ -40,22 +40,6 @@ def nested(at: At) -> At:
     if isinstance(at, PartsAt):
         return [*map(nested, at), list(at.kept)]
     return [nested(inner) for inner in at] if isinstance(at, list) else at
-
-
-def _flatten(at: At, values: list[Any], shape: list[int]) -> None:
-    """Append the numbers of a cursor, and what of its shape may change from step to step: parts, and changed mixes."""
-    for inner in at:
-        if isinstance(inner, list):
-            _flatten(inner, values, shape)
-        else:
-            values.append(inner)
-    if isinstance(at, RowAt):
-        values += (at.kept, at.first)
-    elif isinstance(at, PartsAt):
-        shape += (at[0], len(at.kept))
-        values += at.kept
-    elif len(at) > 3:
-        shape.append(len(at))
 
 
 Values = tuple[list[Any], list[int]]
@@ -134,7 +118,7 @@ def _texts(befores: list[Values | None], lane: int, marks: Sequence[Any], taken:
 def _text(befores: list[Values | None], lane: int, at: At) -> str:
     values: list[Any] = []
     shape: list[int] = []
-    _flatten(at, values, shape)
+    flatten(at, values, shape)
     before, befores[lane] = befores[lane], (values, shape)
     if before is None or len(before[0]) != len(values) or before[1] != shape:
         return "=" + json.dumps(nested(at), separators=(",", ":"))
@@ -169,7 +153,7 @@ class LaneTrack:
         found: dict[int, list[tuple[int, At, list[list[Any]]]]] = {}
         for number in numbers:
             values: list[Any] = []
-            _flatten(self.begin[number], values, [])
+            flatten(self.begin[number], values, [])
             rows[number] = [values]
             found[number] = [(0, self.begin[number], rows[number])]
         step = waiting = 0
@@ -186,7 +170,7 @@ class LaneTrack:
                     if text.startswith("="):
                         template = json.loads(text[1:])
                         values = []
-                        _flatten(template, values, [])
+                        flatten(template, values, [])
                         rows[number] = [values]
                         found[number].append((step, template, rows[number]))
                     elif text:

@@ -106,7 +106,8 @@ def _without_outputs(spec: PipelineSpec, options: Options, cursor: Cursor, steps
 
 def _numbers(given: Any, delivered: int) -> Intervals:
     """Return the numbers of steps that the user gave. Raise ValueError if some of them cannot be left out."""
-    numbers = given if isinstance(given, range) else [given] if isinstance(given, int) else given
+    many = isinstance(given, range) and given.step == 1  # its ends are enough
+    numbers = [*given[:1], *given[-1:]] if many else [given] if isinstance(given, int) else given
     try:
         found = [index(number) for number in numbers]
     except TypeError:
@@ -120,7 +121,7 @@ def _numbers(given: Any, delivered: int) -> Intervals:
             f"exclude(steps=…): step {min(found)} was delivered already: the run is at step {delivered}. Go back to a "
             f"checkpoint of step {min(found) - 1} or before, load its state, and exclude the step then."
         )
-    return Intervals.from_positions(found)
+    return Intervals.of(given.start, given.stop) if many else Intervals.from_positions(found)
 
 
 def _not_in_epoch(step: int, last: int, cursor: Cursor) -> ValueError:

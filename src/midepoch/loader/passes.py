@@ -15,7 +15,7 @@ from midepoch.loader import state as states
 from midepoch.loader.callers import warn_of_lightning
 from midepoch.loader.options import check_continues
 from midepoch.loader.plans import Made
-from midepoch.loader.state import Kind, RunState, Start
+from midepoch.loader.state import Start
 from midepoch.pipeline.cursor import Cursor
 from midepoch.transforms import finish
 from midepoch.transforms.formats import prepare
@@ -105,13 +105,12 @@ class Pass(Resumable):
                         ledger.documents.write(self._since, made.traced)
                     recorded = ledger.recorded
                     ledger.step(made.skipped, self._meter.waited, at)
+                run = states.deliver(loader._run, at, self.start)
                 # The state moves only here, together with the batch. Python handles signals at calls, and there is
                 # none from here to the caller's loop, so that no interrupt comes between the two.
                 self.delivered += 1
                 self._since += 1
-                run, start = loader._run, self.start
-                kind = Kind.OPEN if run[2] is start else Kind.CHOSEN
-                loader._run = tuple.__new__(RunState, (run[0], at, run[2], kind, run[4]))
+                loader._run = run
                 if made.skipped:
                     loader._skipped += made.skipped
                 if not made.empty:

@@ -106,7 +106,9 @@ def opened(state: RunState, cursor: Cursor) -> RunState:
 
 def deliver(state: RunState, at: Delivered, start: Cursor) -> RunState:
     """Return the state after a batch of the pass that began at ``start``, unless an epoch was chosen since then."""
-    return RunState(state.spec, at, state.next, Kind.OPEN if state.next is start else Kind.CHOSEN, state.loaded)
+    spec, _, next_, _, loaded = state
+    kind = Kind.OPEN if next_ is start else Kind.CHOSEN
+    return tuple.__new__(RunState, (spec, at, next_, kind, loaded))  # for every batch: half the time of RunState(…)
 
 
 def leave(state: RunState, start: Cursor, batches: int) -> RunState:

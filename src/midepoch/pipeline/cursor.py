@@ -40,17 +40,23 @@ class PartsAt(list[Any]):
         self.kept = kept
 
 
-def flatten(at: At, values: list[Any]) -> None:
-    """Append the numbers of a cursor, with the counts of rows that yielded outputs."""
+def flatten(at: At, values: list[Any], shape: list[int]) -> None:
+    """Append the numbers of a cursor, with the counts of rows that yielded outputs.
+
+    ``shape``: receives what may change from step to step besides numbers: parts of a concatenation, and changed mixes.
+    """
     for inner in at:
         if isinstance(inner, list):
-            flatten(inner, values)
+            flatten(inner, values, shape)
         else:
             values.append(inner)
     if isinstance(at, RowAt):
         values += (at.kept, at.first)
     elif isinstance(at, PartsAt):
+        shape += (at[0], len(at.kept))
         values += at.kept
+    elif len(at) > 3:
+        shape.append(len(at))
 
 
 @dataclass(frozen=True)

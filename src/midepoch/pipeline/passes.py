@@ -227,7 +227,7 @@ class Draw:
         if not covered.all():  # those before the first output, and after the last
             for count in np.unique(counts[~covered]).tolist():
                 numbers: list[int] = []
-                flatten(self.at(count), numbers)
+                flatten(self.at(count), numbers, [])
                 if width >= 0 and len(numbers) != 2 + width:
                     return None
                 if width < 0:
