@@ -269,7 +269,9 @@ def _passed(header: dict[str, Any], record: bytes, path: Path) -> Passed:
             mix=read_mix(header.get("mix")),
         )
     except (KeyError, ValueError, TypeError, IndexError) as problem:
-        raise StateError(f"{path} is damaged: {type(problem).__name__}: {problem}") from None
+        raise StateError(
+            f"{path} is damaged: {type(problem).__name__}: {problem}. Move it to another folder to read the rest."
+        ) from None
 
 
 def batching_of(size: int, sizes: BatchSizes | None, last_batch: str | None, budget: str, *, planned: bool) -> Batching:

@@ -23,7 +23,7 @@ from midepoch.pipeline.cursor import Cursor, LaneCursor, WindowAt, spared_key
 from midepoch.pipeline.excluded import rows_by_source, source_names
 from midepoch.pipeline.node import Mix
 from midepoch.pipeline.plans import TokenPlan
-from midepoch.pipeline.reach import Reach, after_done
+from midepoch.pipeline.reach import Reach, outputs_of_rows, up_to_done
 from midepoch.pipeline.rows import excluded_rows
 from midepoch.pipeline.spec import PipelineSpec
 
@@ -150,18 +150,23 @@ def without_rows(spec: PipelineSpec, options: Options, cursor: Cursor, rows: Any
 
 
 def _sparing(before: PipelineSpec, after: PipelineSpec, cursor: Cursor) -> Cursor:
-    """Return a cursor in lanes from which more rows are excluded, except for those that outputs in progress have."""
+    """Return a cursor in lanes from which more rows are excluded, except for those that outputs in progress have.
+
+    Outputs before one that is done keep their numbers: those that have only excluded rows are excluded as outputs.
+    """
     bundles, lanes = before.bundles_here(shared=False), dict(cursor.lanes)
     for number, lane in cursor.lanes.items():
         own, spared = Shard(number, before.lanes), dict(lane.spared)
-        at = after_done(before.node, bundles, cursor.epoch, own, lane)
+        made = up_to_done(before.node, bundles, cursor.epoch, own, lane)
+        at, gone = made.at(made.count), outputs_of_rows(made, after.excluded, lane.taken)
         for drawn in Reach(bundles, lane).drawn(before.node, at, cursor.epoch, own):
             engine, leaf = bundles.engines[drawn.leaf], drawn.leaf
             known = excluded_rows(engine, before.excluded[leaf], drawn.epoch, drawn.lane) if before.excluded else EMPTY
             rows = excluded_rows(engine, after.excluded[leaf], drawn.epoch, drawn.lane).minus(known)
             key = spared_key(leaf, drawn.epoch, drawn.lane.index)
             spared[key] = spared.get(key, EMPTY).union(rows.before_(drawn.row))
-        lanes[number] = replace(lane, spared={key: rows for key, rows in spared.items() if rows})
+        excluded = lane.excluded.union(gone.minus(lane.ahead))
+        lanes[number] = replace(lane, excluded=excluded, spared={key: rows for key, rows in spared.items() if rows})
     return cursor._replace(lanes=lanes)
 
 

@@ -6,12 +6,14 @@ group again after a resume. An edit must not change the rows of such a group: it
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+import numpy as np
+
 from midepoch.order import Shard
-from midepoch.order.intervals import EMPTY
-from midepoch.pipeline.chunk import Puller
+from midepoch.order.intervals import EMPTY, Intervals
+from midepoch.pipeline.chunk import Bunches, Pulled, Puller, materialize
 from midepoch.pipeline.cursor import At, LaneCursor, spared_key
 from midepoch.pipeline.leaf import Leaf
 from midepoch.pipeline.node import Concat, Mix, Node, Zip
@@ -32,13 +34,27 @@ class Drawn(NamedTuple):
     row: int
 
 
-def after_done(node: Node, bundles: Bundles, epoch: int, lane: Shard, cursor: LaneCursor) -> At:
-    """Return the cursor of the stages after the last output that is done. The pipeline runs up to it."""
+def up_to_done(node: Node, bundles: Bundles, epoch: int, lane: Shard, cursor: LaneCursor) -> Pulled:
+    """Return the outputs up to the last that is done, with their provenance. The pipeline runs up to it."""
     if not cursor.done:
-        return cursor.at
-    intake = Puller(open_flow(node, bundles, Packing(), epoch, lane, cursor.at, cursor.spared), cursor.at)
-    intake.take(int(cursor.done.stops[-1]) - cursor.taken)
-    return intake.cursor
+        return Pulled([], cursor.at)
+    packing = Packing(traced=True)
+    intake = Puller(open_flow(node, bundles, packing, epoch, lane, cursor.at, cursor.spared), cursor.at)
+    return intake.take(int(cursor.done.stops[-1]) - cursor.taken)
+
+
+def outputs_of_rows(pulled: Pulled, rows: Sequence[Intervals], first: int) -> Intervals:
+    """Return the outputs that are made only of some rows. ``rows``: of each source. ``first``: the first output."""
+    if not pulled.count:
+        return EMPTY
+    items = pulled.items()
+    made = materialize(items).traced
+    bounds = made.bounds[items.batches.bounds - items.batches.bounds[0]] if isinstance(items, Bunches) else made.bounds
+    found = np.zeros(int(bounds[-1]), np.bool_)
+    for source, these in enumerate(rows):
+        found |= (made.columns[0] == source) & these.contains(made.columns[1])
+    others = np.append(0, np.cumsum(~found))[bounds]
+    return Intervals.from_positions(first + np.flatnonzero((others[1:] == others[:-1]) & (bounds[1:] > bounds[:-1])))
 
 
 class Reach:

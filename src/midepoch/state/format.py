@@ -242,9 +242,14 @@ def brief(value: Any) -> str:
         return "too deep"
 
 
+def unreadable(problem: str) -> StateError:
+    """Return the error of a state that cannot be read."""
+    return StateError(f"the state is damaged: {problem}. Load an earlier checkpoint.")
+
+
 def damaged(name: str, value: Any) -> StateError:
     """Return the error for a field that is not as it was saved."""
-    return StateError(f"the state is damaged: {name!r} is {brief(value)}.")
+    return unreadable(f"{name!r} is {brief(value)}")
 
 
 def _pairs(value: Any, name: str) -> dict[Any, Any]:
@@ -294,7 +299,7 @@ def lane_to_json(lane: LaneCursor) -> list[Any]:
 def plain(at: Any, depth: int = 0) -> Any:
     """Return a cursor of stages as new lists of numbers."""
     if depth > _DEEPEST:
-        raise StateError("the state is damaged: 'cursor' is too deep.")
+        raise unreadable("'cursor' is too deep")
     return [plain(one, depth + 1) for one in at] if isinstance(at, list) else at
 
 
@@ -331,7 +336,7 @@ def cursor_from_json(value: Any, unit: str, lanes: int) -> dict[int, LaneCursor]
         if not isinstance(entry, list) or not entry or not is_count(entry[0]):
             raise damaged("cursor", value)
         if entry[0] >= (1 if unit == "rows" else lanes) or entry[0] in found:
-            raise StateError(f"the state is damaged: lane {entry[0]} of {lanes}.")
+            raise unreadable(f"lane {entry[0]} of {lanes}")
         found[entry[0]] = lane_from_json(entry[1:], unit)
     return found
 
@@ -360,7 +365,7 @@ def parse(state: Any) -> Saved:
             "one that contains it."
         )
     if version < 1:
-        raise StateError(f"the state is damaged: {KEY!r} is {version}.")
+        raise unreadable(f"{KEY!r} is {version}")
     if version > VERSION:
         raise StateError(
             f"the state has version {version}, but this midepoch reads only versions up to {VERSION}. Upgrade "
@@ -368,25 +373,25 @@ def parse(state: Any) -> Saved:
         )
     more = _pairs(state.get("more", []), "more")
     if unknown := more.keys() & (FIELDS - set(IN_MORE)):
-        raise StateError(f"the state is damaged: 'more' has {min(unknown)!r}.")
+        raise unreadable(f"'more' has {min(unknown)!r}")
     fields = {**_DEFAULTS, **state, **more}
     for name, types in _TYPES.items():
         value = fields.get(name, ...)
         if (isinstance(value, bool) and types != (bool,)) or not isinstance(value, types):
             what = "is missing" if value is ... else f"is {brief(value)}"
-            raise StateError(f"the state is damaged: {name!r} {what}, expected {types[0].__name__}.")
+            raise unreadable(f"{name!r} {what}, expected {types[0].__name__}")
         if isinstance(value, int) and not 0 <= value < (2**64 if name.endswith("seed") else LARGEST):
-            raise StateError(f"the state is damaged: {name!r} is {value}.")
+            raise unreadable(f"{name!r} is {value}")
     if not 1 <= fields["lanes"] <= _MOST_LANES or fields["unit"] not in ("rows", "outputs"):
-        raise StateError(f"the state is damaged: 'lanes' is {fields['lanes']}, 'unit' is {brief(fields['unit'])}.")
+        raise unreadable(f"'lanes' is {fields['lanes']}, 'unit' is {brief(fields['unit'])}")
     lanes = cursor_from_json(fields["cursor"], fields["unit"], fields["lanes"])
     if fields["first"] > fields["steps"]:
         raise damaged("first", fields["first"])
     cursor = Cursor(fields["epoch"], lanes, fields["steps"], fields["first"])
     if cursor.position != fields["position"]:
-        raise StateError(
-            f"the state is damaged: 'position' is {fields['position']}, and its lanes have taken {cursor.position}. To "
-            "edit a state, change both."
+        raise unreadable(
+            f"'position' is {fields['position']}, and its lanes have taken {cursor.position}. To "
+            "edit a state, change both"
         )
     return Saved(fields, cursor, _leased(fields["leased"]), state)
 

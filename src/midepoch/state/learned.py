@@ -8,7 +8,7 @@ from midepoch.errors import CheckpointMismatchError
 from midepoch.order import Shard
 from midepoch.pipeline.cursor import At, Cursor
 from midepoch.pipeline.node import Learned, Mix, Node
-from midepoch.pipeline.reach import after_done
+from midepoch.pipeline.reach import up_to_done
 from midepoch.pipeline.spec import PipelineSpec
 from midepoch.state.changing import Found, LaneContext, changed_mix, needed
 from midepoch.state.matching import through
@@ -40,7 +40,8 @@ def with_weights(
         for number, lane in cursor.lanes.items():
             of, at = LaneContext(cursor.epoch, Shard(number, spec.lanes)), lane.at
             if bundles is not None and lane.done:
-                need = _drawn(spec.node, at, after_done(spec.node, bundles, cursor.epoch, of.lane, lane))
+                made = up_to_done(spec.node, bundles, cursor.epoch, of.lane, lane)
+                need = _drawn(spec.node, at, made.at(made.count))
                 lanes[number] = replace(lane, at=_with_base(spec.node, at, convert(_base(spec.node, at), need, of)))
             else:
                 lanes[number] = replace(lane, at=through(node, at, 0, of, convert))

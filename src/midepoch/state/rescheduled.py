@@ -7,13 +7,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from midepoch.errors import StateError
 from midepoch.order.schedule import OPEN, Schedule
 from midepoch.pipeline.cursor import At
 from midepoch.pipeline.node import Learned, Mix
 from midepoch.pipeline.passes import ENDED
 from midepoch.pipeline.scheduled import EVENTS, Setting, is_held, setting
 from midepoch.state.changing import Found, LaneContext, are_weights, entry_of, refused
+from midepoch.state.format import unreadable
 
 
 def saved_mix(base: Mix, saved: Mapping[str, Any]) -> Mix | None:
@@ -43,7 +43,7 @@ def learned_in(saved: Mapping[str, Any], parts: int) -> Learned | None:
         case [int(epoch), int(phase), list(weights)] if len(weights) == parts and are_weights(weights):
             return Learned(epoch, phase, tuple(map(float, weights)))
         case _:
-            raise StateError(f"the state is damaged: the weights of its mix are {learned!r:.60}.")
+            raise unreadable(f"the weights of its mix are {learned!r:.60}")
 
 
 def learned_with(schedule: Schedule, before: Mix) -> Learned | None:

@@ -26,6 +26,7 @@ from midepoch.state.format import (
     parse,
     parts_from_json,
     parts_to_json,
+    unreadable,
 )
 from midepoch.state.matching import CHECKED, Matched
 from midepoch.state.merging import lanes_of_all, position_of_all, rank_to_load
@@ -191,7 +192,7 @@ def _in_unit(cursor: Cursor, saved: Saved, spec: PipelineSpec, planning: Plannin
     lane, before, here = cursor.lane, saved["budget"], "" if planning is None else planning.budget.text
     rows, reached = spec.rows, saved.rows_before
     if (lane.at is not None) != bool(before and cursor.lanes) or reached > saved["rows"]:
-        raise StateError(f"the state is damaged: position {reached} of {saved['rows']} rows.")
+        raise unreadable(f"position {reached} of {saved['rows']} rows")
     if reached > rows:
         raise CheckpointMismatchError("rows", saved["rows"], rows, f"position {reached} is past the end")
     if before != here and before:
