@@ -1,7 +1,7 @@
 """Any two features of a loader: 105 pairs, each resumed at every step, on other worlds and with other workers.
 
 What is delivered is compared with an uninterrupted run, the rows of all ranks with those of the epoch, and the ledger
-with the log. A pair that means nothing is refused with the sentence of the table (``midepoch.loader.combining``).
+with the log. A pair that means nothing is refused with the sentence of the table (``midepoch.loader.options``).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 import midepoch
 from midepoch.audit import Ledger, read_run
 from midepoch.integrations.micro_batches import cut
-from midepoch.loader.combining import FEATURES, MEANINGLESS, table
+from midepoch.loader.options import FEATURES, MEANINGLESS, table
 
 PAIRS = [pair for pair in combinations(FEATURES, 2) if frozenset(pair) not in MEANINGLESS]
 ROWS = 24

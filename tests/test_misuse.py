@@ -264,7 +264,7 @@ OPEN: Wrong = [
 ]
 
 INTERNAL = re.compile(
-    r"\b(HasSteps|Steps|ColumnSteps|Rows|Reading|LoaderSettings|Measured|Resumable)\.|unexpected keyword|NoneType|"
+    r"\b(Steps|Rows|Reading|Resumable)\.|unexpected keyword|NoneType|"
     r"object is not|positional argument|keyword-only"
 )
 

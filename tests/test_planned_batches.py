@@ -15,8 +15,8 @@ import pytest
 import midepoch
 from data import write_arrow
 from midepoch import CheckpointMismatchError
+from midepoch.order.bijection import derive
 from midepoch.order.budget import Budget, dealt
-from midepoch.order.keys import derive
 from midepoch.testing import assert_resumes_exactly
 from states import lanes_of, with_lane
 

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 import midepoch
 import native
 from data import dataset_of, documents
-from midepoch.loader.pinned import each_part
+from midepoch.loader.movers import each_part
 from midepoch.pipeline.leaf import Leaf
 from midepoch.pipeline.spec import PipelineSpec
 from midepoch.testing import assert_resumes_exactly, same

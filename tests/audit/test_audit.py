@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 import midepoch
 from midepoch.audit import Ledger, read_run
-from midepoch.audit.records import Batching
+from midepoch.audit.records import RecordedBatching
 from midepoch.pipeline.cursor import Cursor
 
 ORDERS: dict[str, Callable[[midepoch.Dataset], midepoch.Dataset]] = {
@@ -265,7 +265,7 @@ def test_a_ledger_is_small(tmp_path: Path) -> None:
     """Millions of rows in kilobytes: counted from a pass that is written as the loader would, without reading rows."""
     ds = _many_rows(tmp_path)
     ledger = Ledger(tmp_path / "ledger", attempt="x")
-    ledger.begin(ds.pipeline, Cursor(), Batching(str(4_000_000 // 8000), "drop"), until=4_000_000)
+    ledger.begin(ds.pipeline, Cursor(), RecordedBatching(str(4_000_000 // 8000), "drop"), until=4_000_000)
     for _ in range(8000):
         ledger.step(0, 0.0, Cursor())
     size = sum(path.stat().st_size for path in (tmp_path / "ledger").iterdir())

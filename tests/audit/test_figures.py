@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from clock import Clock
 from data import Numbers
 from midepoch.audit import Ledger, read_run
-from midepoch.audit.figures import Figures, read_figures
-from midepoch.audit.starts import is_gone, process_name, process_space
+from midepoch.audit.ledger import is_gone, process_name, process_space
+from midepoch.audit.records import Figures, read_figures
 
 VALUES = st.none() | st.integers(0, 2**60)
 

@@ -35,7 +35,7 @@ PRELOADED = (
     "midepoch.checkpoint.local",
     "midepoch.open",
     "midepoch.loader.make",
-    "midepoch.order.mixing",
+    "midepoch.order.turns",
     "midepoch._internal.progress",
     "midepoch.sources.formats.lines",
     "midepoch.sources.lake",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from midepoch.order import Layout, Order, Selection, Shard, Shuffle
+from midepoch.order import Order, Selection, Shard, Shuffle, SourceLayout
 from midepoch.pipeline.cursor import Cursor, LaneCursor
 from midepoch.pipeline.plans import Plan
 
@@ -52,7 +52,7 @@ def test_an_epoch_on_changing_clusters_is_cut_without_gap_or_overlap() -> None:
 def test_each_rank_finds_its_first_batch_by_itself(scope: str) -> None:
     """No rank computes anything of the others' rows; together they are the rows of an uncut run, each found again."""
     blocks = np.append(np.arange(0, ROWS, 100_000), ROWS)
-    layout = Layout(blocks, np.array([0, ROWS // 2, ROWS]))
+    layout = SourceLayout(blocks, np.array([0, ROWS // 2, ROWS]))
     order = Order(Selection.of_ranges([(0, ROWS)]), Shuffle(5, scope, 64), lanes=RANKS).at(3, layout)
     plan = plan_of(700_000_001, RANKS, "drop")
     first, stop = plan._bounds(0)

@@ -25,7 +25,7 @@ from midepoch._internal import threads
 from midepoch.distributed import keyvalue
 from midepoch.errors import MidepochError, WorkerError
 from midepoch.loader import passes as loader_module
-from midepoch.loader.equal import EqualSteps
+from midepoch.loader.lanes import EqualSteps
 from midepoch.loader.processes import ProcessCrew
 from midepoch.loader.transport import Receiver
 from midepoch.order import Shard
@@ -201,7 +201,7 @@ def test_what_was_left_behind_is_not_used_again(path: str, monkeypatch: pytest.M
     ids(loader, 2)
     maker = loader._feeds._maker
     assert loader._feeds._maker is maker is not None
-    monkeypatch.setattr("midepoch.loader.threads.join", lambda threads: False)
+    monkeypatch.setattr("midepoch.loader.direct.join", lambda threads: False)
     ids(loader, 2)
     assert loader._feeds._maker is None
     monkeypatch.undo()

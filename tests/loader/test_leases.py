@@ -33,8 +33,7 @@ from midepoch.audit import Ledger, read_run
 from midepoch.checkpoint import PipelineCheckpoint
 from midepoch.cli.app import app
 from midepoch.errors import CheckpointMismatchError, LeaseError, MidepochError
-from midepoch.loader import lease_channel
-from midepoch.loader.leases import Tracker
+from midepoch.loader.leases import Channel, Tracker, acknowledge
 from states import at_row
 
 ROWS = 4096
@@ -363,9 +362,9 @@ def test_a_lease_outlives_its_process_with_an_error(
     (stale,) = tmp_path.iterdir()
     os.utime(stale, (0, 0))
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    channel = lease_channel.Channel(lambda _number, _rejected: True)
+    channel = Channel(lambda _number, _rejected: True)
     assert [folder.name for folder in tmp_path.iterdir()] == [Path(channel.address).parent.name]
-    assert lease_channel.acknowledge(channel.address, 1, False) is True
+    assert acknowledge(channel.address, 1, False) is True
     channel.close()
     assert not list(tmp_path.iterdir())
 

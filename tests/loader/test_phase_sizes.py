@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from midepoch import Phase, Schedule
-from midepoch.loader.phase_sizes import PhaseSizes
+from midepoch.loader.plans import PhaseSizes
 from midepoch.order import Shard
 from midepoch.order.intervals import Intervals
 

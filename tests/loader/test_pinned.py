@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import pytest
 
 import midepoch
-from midepoch.loader.pinned import pinned
+from midepoch.loader.movers import pinned
 
 
 class Part:

@@ -16,8 +16,7 @@ import pyarrow.parquet as pq
 import pytest
 
 import midepoch
-from midepoch.loader.advice import remedy
-from midepoch.loader.meter import Meter, weight
+from midepoch.loader.meter import Meter, remedy, weight
 from midepoch.stats import Stats, to_tensorboard
 
 ROWS = 1000

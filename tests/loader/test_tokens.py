@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 import midepoch
-from midepoch.loader.meter import Meter
-from midepoch.loader.tokens import token_counts
+from midepoch.loader.meter import Meter, token_counts
 
 IDS = np.ones((4, 10), np.int64)
 MASK = np.arange(10)[None, :] < np.array([10, 5, 5, 0])[:, None]

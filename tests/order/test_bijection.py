@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from midepoch.order import Bijection
-from midepoch.order.keys import check_seed, derive
+from midepoch.order.bijection import check_seed, derive
 
 
 @given(n=st.integers(0, 20_000), seed=st.integers(0, 2**64 - 1), epoch=st.integers(0, 2**40))

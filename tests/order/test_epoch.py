@@ -11,15 +11,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from midepoch.order import Layout, Order, Selection, Shard, Shuffle, epoch_end
+from midepoch.order import Order, Selection, Shard, Shuffle, SourceLayout, epoch_end
 
 GOLDEN = Path(__file__).parent.parent / "golden" / "order.json"
 
 
-def layout_of(files: list[list[int]]) -> Layout:
+def layout_of(files: list[list[int]]) -> SourceLayout:
     """Files given as the rows of their blocks."""
     blocks = [rows for file in files for rows in file]
-    return Layout(
+    return SourceLayout(
         np.cumsum([0, *blocks], dtype=np.int64), np.cumsum([0, *(sum(file) for file in files)], dtype=np.int64)
     )
 
@@ -28,7 +28,7 @@ files_strategy = st.lists(st.lists(st.integers(1, 30), min_size=1, max_size=5), 
 
 
 @st.composite
-def orders(draw: st.DrawFn) -> tuple[Order, Layout, int]:
+def orders(draw: st.DrawFn) -> tuple[Order, SourceLayout, int]:
     layout = layout_of(draw(files_strategy))
     selection = Selection.of_ranges([(0, layout.rows)])
     kind = draw(st.sampled_from(["all", "slice", "ranges", "picks"]))
@@ -47,7 +47,7 @@ def orders(draw: st.DrawFn) -> tuple[Order, Layout, int]:
 
 @given(orders())
 @settings(max_examples=120)
-def test_every_selected_row_once(case: tuple[Order, Layout, int]) -> None:
+def test_every_selected_row_once(case: tuple[Order, SourceLayout, int]) -> None:
     order, layout, epoch = case
     rows = order.at(epoch, layout).rows(np.arange(len(order)))
     expected = order.selection.source_rows(np.arange(len(order)))
@@ -56,7 +56,7 @@ def test_every_selected_row_once(case: tuple[Order, Layout, int]) -> None:
 
 @given(orders(), st.data())
 @settings(max_examples=120)
-def test_seek_equals_skip(case: tuple[Order, Layout, int], data: st.DataObject) -> None:
+def test_seek_equals_skip(case: tuple[Order, SourceLayout, int], data: st.DataObject) -> None:
     order, layout, epoch = case
     n = len(order)
     whole = order.at(epoch, layout).rows(np.arange(n))
@@ -68,7 +68,7 @@ def test_seek_equals_skip(case: tuple[Order, Layout, int], data: st.DataObject) 
 
 @given(orders())
 @settings(max_examples=100)
-def test_position_inverts_sequence(case: tuple[Order, Layout, int]) -> None:
+def test_position_inverts_sequence(case: tuple[Order, SourceLayout, int]) -> None:
     order, layout, epoch = case
     bound = order.at(epoch, layout)
     positions = np.arange(len(order))
@@ -77,7 +77,9 @@ def test_position_inverts_sequence(case: tuple[Order, Layout, int]) -> None:
 
 @given(orders(), st.integers(1, 6), st.integers(1, 6), st.integers(0, 400))
 @settings(max_examples=120)
-def test_cuts_are_disjoint_and_complete(case: tuple[Order, Layout, int], ranks: int, workers: int, start: int) -> None:
+def test_cuts_are_disjoint_and_complete(
+    case: tuple[Order, SourceLayout, int], ranks: int, workers: int, start: int
+) -> None:
     """From any position, for any world and workers: all shares together are the rest of the epoch, once."""
     n = len(case[0])
     start = min(start, n)
@@ -122,7 +124,7 @@ def test_slices_come_before_the_order() -> None:
 @pytest.mark.parametrize("n", [10**9, 10**12])
 def test_opens_at_once_on_any_number_of_rows(n: int) -> None:
     starts = np.linspace(0, n, 1001).astype(np.int64)
-    order = Order(Selection.of_ranges([(0, n)]), Shuffle(1)).at(5, Layout(starts, np.array([0, n])))
+    order = Order(Selection.of_ranges([(0, n)]), Shuffle(1)).at(5, SourceLayout(starts, np.array([0, n])))
     rows = order.rows(np.arange(n - 100, n))
     assert len(np.unique(rows)) == 100
 
@@ -152,7 +154,9 @@ def golden_orders() -> dict[str, dict[str, object]]:
         for seed, epoch in ((0, 0), (42, 3), (2**64 - 1, 2**33)):
             starts = np.append(np.arange(0, n, max(1000, n // 1000)), n)
             for scope in ("rows", "window"):
-                order = Order(Selection.of_ranges([(0, n)]), Shuffle(seed, scope, 8)).at(epoch, Layout(starts, starts))
+                order = Order(Selection.of_ranges([(0, n)]), Shuffle(seed, scope, 8)).at(
+                    epoch, SourceLayout(starts, starts)
+                )
                 positions = np.concatenate([np.arange(1000), np.arange(n - 1000, n)])
                 rows = order.rows(positions)
                 digest = hashlib.sha256(rows.astype("<i8").tobytes()).hexdigest()
@@ -167,7 +171,7 @@ def test_order_is_pinned_for_ever() -> None:
 
 @given(orders())
 @settings(max_examples=100)
-def test_positions_undo_chosen(case: tuple[Order, Layout, int]) -> None:
+def test_positions_undo_chosen(case: tuple[Order, SourceLayout, int]) -> None:
     order, layout, epoch = case
     here, positions = order.at(epoch, layout), np.arange(len(order))
     assert [here.positions_of(row).tolist() for row in here.chosen(positions).tolist()] == [[p] for p in positions]
@@ -177,6 +181,6 @@ def test_positions_undo_chosen(case: tuple[Order, Layout, int]) -> None:
 def test_a_row_is_found_at_once_among_very_many(rows: int) -> None:
     """Small ones by table, large ones by undoing the rounds, and above 2**32 without tables of hashes."""
     order = Order(Selection.of_ranges([(0, rows)]), Shuffle(7, "rows"), lanes=min(rows, 48))
-    here = order.at(3, Layout(np.array([0, rows]), np.array([0, rows])))
+    here = order.at(3, SourceLayout(np.array([0, rows]), np.array([0, rows])))
     positions = np.unique(np.random.default_rng(0).integers(0, rows, 100))
     assert [here.positions_of(row).tolist() for row in here.chosen(positions).tolist()] == [[p] for p in positions]

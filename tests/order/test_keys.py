@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from midepoch.order.keys import derive, derive_many
+from midepoch.order.bijection import derive, derive_many
 
 words = st.integers(0, 2**64 - 1)
 

@@ -10,7 +10,7 @@ import math
 import numpy as np
 import pytest
 
-from midepoch.order import Layout, Order, Selection, Shuffle
+from midepoch.order import Order, Selection, Shuffle, SourceLayout
 from midepoch.order.epoch import EpochOrder
 
 SIZES = [1_000, 10_000, 100_000, 10**6, 10**7, 10**8]
@@ -21,7 +21,7 @@ def epoch_order(
     n: int, seed: int, epoch: int = 0, scope: str = "rows", window: int = 64, block: int = 1000
 ) -> EpochOrder:
     starts = np.append(np.arange(0, n, block), n)
-    layout = Layout(starts, np.array([0, n]))
+    layout = SourceLayout(starts, np.array([0, n]))
     return Order(Selection.of_ranges([(0, n)]), Shuffle(seed, scope, window)).at(epoch, layout)
 
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from midepoch.order import Layout, Order, Selection, Shuffle
+from midepoch.order import Order, Selection, Shuffle, SourceLayout
 
 SIZES = st.lists(st.integers(1, 9), min_size=1, max_size=12)
 
@@ -23,7 +23,7 @@ def test_uses_are_when_blocks_are_read(
     start = data.draw(st.integers(0, n - 1))
     selection = Selection.of_ranges([(0, n)]).slice(start, data.draw(st.integers(start + 1, n)))
     shuffle = None if scope is None else Shuffle(3, scope, window, aligned)
-    order = Order(selection, shuffle, lanes).at(1, Layout(blocks, files))
+    order = Order(selection, shuffle, lanes).at(1, SourceLayout(blocks, files))
     positions = np.arange(len(selection))
     rows = order.rows(positions)
     assert sorted(rows.tolist()) == selection.source_rows(positions).tolist()
@@ -45,7 +45,7 @@ def test_aligned_lanes_share_only_the_block_in_which_one_begins(sizes: list[int]
     blocks = np.cumsum([0, *sizes])
     n = int(blocks[-1])
     order = Order(Selection.of_ranges([(0, n)]), Shuffle(5, "window", window, True), lanes).at(
-        0, Layout(blocks, blocks)
+        0, SourceLayout(blocks, blocks)
     )
     read = np.searchsorted(blocks, order.rows(np.arange(n)), side="right") - 1
     fetched = sum(len(set(read[lane::lanes].tolist())) for lane in range(lanes))

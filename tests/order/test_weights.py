@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from midepoch.order import Layout, Order, Selection, Weighted
+from midepoch.order import Order, Selection, SourceLayout, Weighted
 from midepoch.order.weights import AliasTable, logarithm
 
 Floats = npt.NDArray[np.float64]
@@ -142,7 +142,7 @@ orders = st.builds(
     st.integers(1, 9),
     st.booleans(),
 )
-layout = Layout(np.arange(0, 50, 7), np.array([0, 49]))
+layout = SourceLayout(np.arange(0, 50, 7), np.array([0, 49]))
 
 
 @given(orders, st.data())

@@ -20,8 +20,7 @@ from midepoch.pipeline.chunk import materialize
 from midepoch.pipeline.cursor import Cursor, LaneCursor, WindowAt
 from midepoch.pipeline.lanes import Lanes, Share, StepOutputs
 from midepoch.pipeline.leaf import Leaf
-from midepoch.pipeline.node import Node
-from midepoch.pipeline.stage_specs import Slice
+from midepoch.pipeline.node import Node, Slice
 from midepoch.transforms import Batch
 
 ROWS = 24

@@ -14,9 +14,8 @@ from hypothesis import strategies as st
 
 from data import dataset_of
 from midepoch.order import Shard
-from midepoch.pipeline.groups import GroupedRows
 from midepoch.pipeline.leaf import Leaf
-from midepoch.pipeline.rows import BundlesHere
+from midepoch.pipeline.rows import BundlesHere, GroupedRows
 
 ROWS = 53
 

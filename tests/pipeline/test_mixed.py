@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import midepoch
 from data import Numbers
-from midepoch.order.mixing import spans
+from midepoch.order.turns import spans
 from midepoch.testing import assert_resumes_exactly
 
 

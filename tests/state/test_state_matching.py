@@ -16,9 +16,8 @@ import midepoch
 from data import Numbers, dataset_of
 from midepoch.errors import CheckpointMismatchError
 from midepoch.order import Shard
-from midepoch.pipeline.identity import DEFAULTS, describe
-from midepoch.pipeline.node import Node
-from midepoch.pipeline.stage_specs import Rebatch, Slice, StageSpec, Window
+from midepoch.pipeline.node import Node, Rebatch, Slice, StageSpec, Window
+from midepoch.pipeline.spec import DEFAULTS, describe
 from midepoch.state.changing import Convert, LaneContext, needed
 from midepoch.state.matching import CHECKED, Matched, taken_over
 from midepoch.transforms.packing import PackSpec

@@ -19,8 +19,7 @@ from midepoch import Phase, Schedule
 from midepoch.errors import ColumnError, DataNotFoundError
 from midepoch.order import Shard
 from midepoch.order.schedule import OPEN
-from midepoch.order.turn_counts import count, draw_of
-from midepoch.order.turns import Turns
+from midepoch.order.turns import Turns, count, draw_of
 from midepoch.tools import schedule_run
 from midepoch.tools.schedule_plan import plan_schedule
 from midepoch.tools.schedule_run import drawn, estimated

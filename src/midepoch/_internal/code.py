@@ -16,14 +16,14 @@ from typing import Any, NamedTuple
 _OWN = __name__.partition(".")[0]
 
 
-class Uses(NamedTuple):
+class CodeUses(NamedTuple):
     """Global values that a function uses, by name, and modules that it imports while it runs."""
 
     values: list[tuple[str, Any]]
     modules: list[str]
 
 
-def uses_of(function: types.FunctionType) -> Uses:
+def uses_of(function: types.FunctionType) -> CodeUses:
     """Return what a function uses, its inner functions included. Not what it assigns itself, which is its state."""
     found: dict[str, Any] = {}
     modules: dict[str, None] = {}
@@ -39,7 +39,7 @@ def uses_of(function: types.FunctionType) -> Uses:
                 name = _absolute(str(each.argval), instructions[:place], function)
                 if is_users(name):
                     modules[name] = None
-    return Uses(sorted(found.items(), key=lambda item: item[0]), sorted(modules))
+    return CodeUses(sorted(found.items(), key=lambda item: item[0]), sorted(modules))
 
 
 def _codes(code: types.CodeType) -> list[types.CodeType]:

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from midepoch._internal.code import Uses, file_of, is_users, uses_of, versioned
+from midepoch._internal.code import CodeUses, file_of, is_users, uses_of, versioned
 from midepoch._internal.imports import loaded
 
 
@@ -120,7 +120,7 @@ class _Digest:
                 cells.append((name, cell.cell_contents))
             except ValueError:  # assigned later
                 cells.append((name, None))
-        uses: Uses = uses_of(function)
+        uses: CodeUses = uses_of(function)
         about = (function.__code__, function.__defaults__, function.__kwdefaults__, function.__dict__)
         return self._parts("function", (*about, cells, uses.values, [file_of(name) for name in uses.modules]))
 

@@ -14,8 +14,8 @@ run.weight_changes                              # the weights of a mix that were
 from midepoch.audit.consumed import Delivery
 from midepoch.audit.documents import Document
 from midepoch.audit.ledger import Ledger
-from midepoch.audit.mixes import WeightChange
 from midepoch.audit.naming import Overlap
+from midepoch.audit.orders import WeightChange
 from midepoch.audit.run import EpochProof, Run, read_run, read_runs
 
 __all__ = ["Delivery", "Document", "EpochProof", "Ledger", "Overlap", "Run", "WeightChange", "read_run", "read_runs"]

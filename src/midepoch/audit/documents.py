@@ -14,6 +14,7 @@ complete, and if the ledger has the step.
 
 from __future__ import annotations
 
+import errno
 import logging
 import mmap
 import os
@@ -28,7 +29,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from midepoch.audit.mapped import mapped_room
 from midepoch.transforms.provenance import DocumentTable, PieceTable
 
 _log = logging.getLogger("midepoch")
@@ -43,6 +43,30 @@ _ROOM = 1 << 16
 _ROWS, _PACKED = 0, 1
 _BEGINS = np.int16(-(1 << 15))
 """The bit of a source that marks the first document of a sequence."""
+
+_NO_ALLOCATION = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
+"""Errors of file systems that cannot allocate space in advance."""
+
+
+def mapped_room(file: int, end: int, room: int, first: int = 0) -> mmap.mmap | None:
+    """Allocate the bytes of a file from ``end`` to ``room``, and map it from byte ``first``.
+
+    A store into memory takes a tenth of the time of a system call, and survives the death of the process as well.
+    Return None if the file has to be written to. Raise OSError if the disk is full: without an allocation, that would
+    be a fatal signal when a page is stored.
+    """
+    if not hasattr(os, "posix_fallocate"):
+        return None
+    try:
+        os.posix_fallocate(file, end, room - end)
+    except OSError as problem:
+        if problem.errno in _NO_ALLOCATION:
+            return None
+        raise
+    try:
+        return mmap.mmap(file, room - first, offset=first)
+    except (OSError, ValueError):
+        return None
 
 
 class Document(NamedTuple):

@@ -25,9 +25,8 @@ from midepoch.pipeline.chunk import at_mark
 from midepoch.pipeline.cursor import At, LaneCursor, PartsAt, RowAt, flatten
 from midepoch.pipeline.lanes import StepOutputs
 from midepoch.pipeline.leaf import Leaf
-from midepoch.pipeline.node import Concat, Mix, Node, Zip
-from midepoch.pipeline.passes import BORROWING, place_of
-from midepoch.pipeline.stage_specs import DELIVERED_BITS, Buckets, Local, Slice
+from midepoch.pipeline.mixed import BORROWING, place_of
+from midepoch.pipeline.node import DELIVERED_BITS, Buckets, Concat, Local, Mix, Node, Slice, Zip
 from midepoch.transforms.packing import NUMBER_BITS, PackSpec
 
 Int64Array = npt.NDArray[np.int64]

@@ -3,7 +3,7 @@
 A pass over (the rest of) an epoch is a line of JSON with the positions of its steps and the position of the run before
 it. It is followed by one byte for each step: ``.``, or ``-3.`` if three of its rows were skipped; occasionally
 ``@1500,20;``, the milliseconds since the pass began, and those in which the model waited for data, with more figures
-(``midepoch.audit.figures``); and ``~`` after a write failure. The record of a step is thus a single byte that exists or
+(``midepoch.audit.records``); and ``~`` after a write failure. The record of a step is thus a single byte that exists or
 does not, whatever kills the process, and a million rows in batches of 64 take 16 KB over all ranks. While it is
 written, a file is up to a page longer than its records, filled with zeros. ``seen`` in the line of JSON is overwritten
 once a second: the milliseconds from its ``time`` to the last step. So a killed run is not taken for one that runs. A
@@ -15,10 +15,13 @@ If positions cannot be computed, some steps are followed by the units and cursor
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import mmap
 import os
+import secrets
+import socket
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -29,30 +32,138 @@ from typing import Any
 from midepoch._internal.address import Address, refuse_lost_slash
 from midepoch._internal.hints import hinted_methods
 from midepoch._internal.threads import silent_at_exit
-from midepoch.audit.documents import DocumentRecorder
-from midepoch.audit.figures import Figures, Measured
+from midepoch.audit.documents import DocumentRecorder, mapped_room
 from midepoch.audit.lanes import LaneRecorder, Places
-from midepoch.audit.leases import LeaseSteps
-from midepoch.audit.mapped import mapped_room
 from midepoch.audit.orders import save_lengths, save_order, stream_name
-from midepoch.audit.records import LOST, Batching, header_of
-from midepoch.audit.starts import attempt_name, new_file, process_name, process_space
+from midepoch.audit.records import (
+    LOST,
+    SUFFIX,
+    Figures,
+    LeaseSteps,
+    MeasuredFigures,
+    RecordedBatching,
+    header_of,
+    numbered,
+    read_passes,
+    steps_in,
+)
+from midepoch.distributed.runs import start_name
+from midepoch.distributed.world import World
+from midepoch.errors import StateError
 from midepoch.order import Shard
 from midepoch.pipeline.cursor import Cursor
 from midepoch.pipeline.lanes import Share
-from midepoch.pipeline.open import start
 from midepoch.pipeline.planned import Planning
 from midepoch.pipeline.plans import UNKNOWN
+from midepoch.pipeline.reach import start
 from midepoch.pipeline.spec import PipelineSpec
 
+_MOST_FILES = 16
+"""Maximum number of files searched for the previous process of this rank."""
+
+
+def new_file(folder: Path, attempt: str, shard: Shard, stream: str) -> tuple[str, list[tuple[str, int]]]:
+    """Return a name for a new file of a start, and the files of earlier processes with the numbers of their steps.
+
+    Starts are numbered by the files in the folder, not by clocks, which differ between machines.
+    """
+    mark = hashlib.blake2b(attempt.encode(), digest_size=5).hexdigest()
+    known = [(*found, path) for path in folder.glob(f"*{SUFFIX}") if (found := numbered(path)) is not None]
+    current = max((number for number, other, _ in known if other == mark), default=0)
+    last = max((number for number, _, _ in known), default=0)
+    number = current if current and current == last else last + 1
+    previous = [
+        *_last([one for one in known if one[1] == mark], shard, stream),
+        *_last([one for one in known if one[1] != mark], shard, stream),
+    ]
+    return f"{number:06}-{mark}-rank{shard.index:05}of{shard.count:05}-{secrets.token_hex(4)}{SUFFIX}", previous
+
+
+def _last(known: list[tuple[int, str, Path]], shard: Shard, stream: str) -> list[tuple[str, int]]:
+    """Return the last of these files of the same rows and rank by another process, and the number of its steps.
+
+    A later file names those before it, so the last one is named by none of the others.
+    """
+    paths = [path for _, _, path in sorted(known, reverse=True) if f"-rank{shard.index:05}of" in path.name]
+    files: dict[str, int] = {}
+    named: set[str] = set()
+    for path in paths[:_MOST_FILES]:
+        try:
+            passes = read_passes(path)
+        except (OSError, StateError):
+            continue
+        if passes and passes[0].process != process_name() and passes[0].shape.stream == stream:
+            files[path.name] = steps_in(passes, stream)
+            named |= {name for one in passes for name, _ in one.previous}
+    return [one for one in files.items() if one[0] not in named][:1]
+
+
+def attempt_name(shard: Shard) -> str:
+    """Return the name of this start. Raises ValueError if the ranks have none in common."""
+    if found := start_name(World(shard.index, shard.count)).strip("-"):
+        return found
+    if shard.count == 1:
+        return process_name()
+    raise ValueError(
+        f"a ledger of {shard.count} ranks needs a name that all ranks of this start share and no other start has, "
+        "and none was found. Initialise torch.distributed or jax.distributed before the loader is created, set "
+        "MIDEPOCH_RUN_ID for all ranks, or pass audit=midepoch.audit.Ledger(folder, attempt=…)."
+    )
+
+
+_births: dict[int, str] = {}
+
+
+def process_name() -> str:
+    """Return a name of this process that no other has, nor a fork of it."""
+    return f"{socket.gethostname()}-{os.getpid()}-{_births.setdefault(os.getpid(), secrets.token_hex(4))}"
+
+
+def host_of(process: str) -> str:
+    """Return the name of the machine of a process."""
+    return process.rsplit("-", 2)[0]
+
+
+def process_space() -> str:
+    """Return a name of the processes that can be seen from here: of a boot of a machine, or of a container on it.
+
+    Empty if the system does not tell.
+    """
+    with suppress(OSError):
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot}/{Path('/proc/self/ns/pid').stat().st_ino}"
+    return ""
+
+
+def is_gone(process: str, space: str) -> bool | None:
+    """Return True if a process has exited. None if it cannot be seen from here."""
+    number = process.rsplit("-", 2)[1]
+    if not space or space != process_space():
+        return None
+    try:  # a process that was killed exists until its parent notes that
+        return Path(f"/proc/{number}/stat").read_text(errors="replace").rpartition(")")[2].split()[0] == "Z"
+    except FileNotFoundError:
+        return True
+    except OSError:
+        return None
+
+
 _log = logging.getLogger("midepoch")
+
 _MARK_SECONDS = 5.0
+
 _FIRST_MARK = 1.0  # each of the next comes after twice the time, up to _MARK_SECONDS
+
 _SEEN_SECONDS = 1.0
+
 _SEEN = b'"seen":"%012d"'
+
 _PAGE = mmap.PAGESIZE
+
 _STEP = ord(".")
+
 _numbers = count(1)  # passes of this process
+
 _latest: dict[tuple[str, int], Ledger] = {}  # the ledger that began the last pass of a stream and rank in this process
 
 
@@ -76,7 +187,7 @@ class Ledger:
         self.folder, self.name, self._attempt = Path(text).expanduser(), name, attempt
         self._file, self._owner, self._rows, self._beside = -1, 0, ("", 0), False
         self._began = self._last = self._mark = self._due = self._synced = 0.0
-        self._measured: Measured | None = None
+        self._measured: MeasuredFigures | None = None
         self._base, self._latest, self._waited, self._seen = Figures(), Figures(), 0.0, 0
         self._pages: mmap.mmap | None = None
         self._lanes: LaneRecorder | None = None
@@ -120,12 +231,12 @@ class Ledger:
         self,
         spec: PipelineSpec,
         cursor: Cursor,
-        batching: Batching,
+        batching: RecordedBatching,
         *,
         until: int = UNKNOWN,
         planning: Planning | None = None,
         workers: int = 0,
-        measured: Measured | None = None,
+        measured: MeasuredFigures | None = None,
         sources: Sequence[str] = (),
         leased: LeaseSteps | None = None,
         load: bool = False,

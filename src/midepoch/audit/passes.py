@@ -8,11 +8,9 @@ from pathlib import Path
 
 from midepoch._internal.address import Address, is_address
 from midepoch.audit.documents import RecordedDocuments
-from midepoch.audit.figures import Mark
 from midepoch.audit.lanes import LaneTrack
-from midepoch.audit.leases import LeaseRecord
-from midepoch.audit.records import SUFFIX, Passed, Shape, read_passes, steps_in
-from midepoch.audit.starts import host_of
+from midepoch.audit.ledger import host_of
+from midepoch.audit.records import SUFFIX, LeaseRecord, Mark, Passed, Shape, read_passes, steps_in
 from midepoch.errors import DataNotFoundError
 from midepoch.pipeline.cursor import Cursor
 

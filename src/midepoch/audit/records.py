@@ -10,33 +10,206 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
 
 from midepoch.audit.documents import RecordedDocuments
-from midepoch.audit.figures import Mark, read_figures
 from midepoch.audit.lanes import LaneTrack
-from midepoch.audit.leases import LeaseRecord, LeaseSteps, read_leases
-from midepoch.audit.mixes import RecordedMix, mix_of, read_mix
-from midepoch.audit.orders import order_name
+from midepoch.audit.orders import RecordedMix, mix_of, order_name, read_mix
 from midepoch.errors import StateError
-from midepoch.order.intervals import Intervals
-from midepoch.order.sizes import BatchSizes
+from midepoch.order.budget import BatchSizes
+from midepoch.order.intervals import EMPTY, Intervals
 from midepoch.pipeline.cursor import Cursor
 from midepoch.pipeline.plans import UNKNOWN
 from midepoch.pipeline.spec import PipelineSpec
 from midepoch.state.format import cursor_from_json, cursor_to_json, excluded_from_json
 
+
+class Figures(NamedTuple):
+    """Sums of one rank in a pass. None if not known.
+
+    Rows, tokens, slots and blocks are counted from the first batch on, as the time is; work from before it.
+    """
+
+    rows: int | None = None
+    """Delivered rows, or outputs."""
+    tokens: int | None = None
+    """Tokens in them, without padding."""
+    slots: int | None = None
+    """Places for tokens in them, with padding."""
+    read: int | None = None
+    """Milliseconds of work, over all workers: finding, fetching, decoding and gathering rows."""
+    map: int | None = None
+    """Running the user's maps and filters."""
+    combine: int | None = None
+    """Mixing, packing and grouping rows, and reading them if that is not measured apart. Not known with workers."""
+    collate: int | None = None
+    """Assembling batches."""
+    transport: int | None = None
+    """Sending batches from workers. Not known without workers."""
+    blocks: int | None = None
+    """Requested blocks that have to be fetched or decoded."""
+    ready: int | None = None
+    """Number of those that were ready when requested."""
+    packed: int | None = None
+    """Tokens in the packed sequences that were made. Not known without packing."""
+    places: int | None = None
+    """Places for tokens in those."""
+
+    def minus(self, other: Figures) -> Figures:
+        """Return the increase of each figure since earlier ones."""
+        return Figures(*(None if a is None else max(0, a - (b or 0)) for a, b in zip(self, other, strict=True)))
+
+    def plus(self, other: Figures) -> Figures:
+        """Return the sums, of figures that are known in one of them."""
+        pairs = zip(self, other, strict=True)
+        return Figures(*(None if a is None and b is None else (a or 0) + (b or 0) for a, b in pairs))
+
+    def counted_from(self, delivered: Figures) -> Figures:
+        """Return these as a base, but with the rows, tokens, slots and blocks of later ones."""
+        names = ("rows", "tokens", "slots", "blocks", "ready")  # the first block is never ready
+        return self._replace(**{name: getattr(delivered, name) for name in names})
+
+    def record(self) -> bytes:
+        """Return the bytes to write after a mark."""
+        return b"[%b]" % ",".join("" if value is None else str(value) for value in self).encode()
+
+
+def read_figures(text: bytes) -> Figures:
+    """Return the figures between the brackets."""
+    values = [int(value) if value else None for value in text.split(b",")]
+    return Figures(*values[: len(Figures._fields)])
+
+
+class MeasuredFigures(Protocol):
+    """The measurements of a loader, as far as the ledger records them."""
+
+    @property
+    def all_waited(self) -> float:
+        """Seconds that the model has waited for data since the loader was created."""
+
+    def figures(self) -> Figures:
+        """Return the sums since the loader was created."""
+
+
+class Mark(NamedTuple):
+    """An occasional record of a pass: steps so far, milliseconds since its first batch, milliseconds waited."""
+
+    steps: int
+    elapsed: int
+    waited: int
+    figures: Figures | None = None
+    """None in ledgers of older versions."""
+
+
+_RECORD = re.compile(rb"<([aru])([^>]*)>|\.")
+
+
+class LeaseSteps(NamedTuple):
+    """The steps of a pass of leases: those that it leaves out, of the plan or, in lanes, of the pass.
+
+    ``first``: the number of its first step, in lanes.
+    """
+
+    left_out: Intervals
+    first: int = 0
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the field ``leases`` of a pass."""
+        return {"acked": self.left_out.encode(), "first": self.first}
+
+
+def record_of(kind: str, steps: Intervals, units: Mapping[int, Intervals]) -> bytes:
+    """Return the record of acknowledged (``a``) or rejected (``r``) steps, and of their outputs or turns."""
+    lanes = "|".join(f"{lane}:{_ranges(some)}" for lane, some in units.items())
+    return f"<{kind}{_ranges(steps)};{lanes}>".encode()
+
+
+RETURNED = b"<u>"
+
+
+def _ranges(some: Intervals) -> str:
+    pairs = zip(some.starts.tolist(), (some.stops - 1).tolist(), strict=True)
+    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in pairs)
+
+
+def _intervals(text: str) -> Intervals:
+    pairs = [each.partition("-")[::2] for each in text.split(",") if each]
+    return Intervals.of([int(first) for first, _ in pairs], [int(last or first) + 1 for first, last in pairs])
+
+
+class LeaseRecord(NamedTuple):
+    """The leases of one pass by one process. Units are outputs of lanes, or turns as those of lane 0."""
+
+    delivered: Intervals
+    """Numbers of its steps."""
+    finished: Intervals
+    """Numbers of steps that are acknowledged."""
+    acked: Mapping[int, Intervals]
+    rejected: Mapping[int, Intervals]
+    returned: bool
+    first: int = 0
+    """The number of the first step of the pass, in lanes."""
+
+    def has(self, step: int) -> bool:
+        """Return True if a step of the pass was delivered. One that was acknowledged before is left out."""
+        return self.delivered.contains_one(self.first + step)
+
+
+def read_leases(header: Mapping[str, Any], record: bytes) -> LeaseRecord | None:
+    """Return the leases of a pass, or None if it had none."""
+    if (field := header.get("leases")) is None:
+        return None
+    acked: dict[int, list[Intervals]] = {}
+    rejected: dict[int, list[Intervals]] = {}
+    delivered, steps, returned = 0, EMPTY, False
+    for kind, text in _RECORD.findall(record):
+        if not kind:
+            delivered, returned = delivered + 1, False
+        elif kind == b"u":
+            returned = True
+        else:
+            of_steps, _, lanes_of_units = text.decode().partition(";")
+            steps = steps.union(_intervals(of_steps))
+            for part in filter(None, lanes_of_units.split("|")):
+                lane, _, units = part.partition(":")
+                acked.setdefault(int(lane), []).append(_intervals(units))
+                if kind == b"r":
+                    rejected.setdefault(int(lane), []).append(_intervals(units))
+    first = field.get("first", 0)
+    return LeaseRecord(
+        _steps(delivered, Intervals.decode(field.get("acked", "")), first if header["unit"] == "outputs" else None),
+        steps,
+        {lane: EMPTY.union(*some) for lane, some in acked.items()},
+        {lane: EMPTY.union(*some) for lane, some in rejected.items()},
+        returned,
+        first,
+    )
+
+
+def _steps(delivered: int, left_out: Intervals, first: int | None) -> Intervals:
+    """Return the numbers of the first steps of a pass. ``first``: that of the first one, in lanes."""
+    if first is None:
+        return Intervals.from_positions(left_out.remaining(np.arange(delivered)))
+    own = Intervals.of(0, delivered).minus(left_out)
+    return Intervals.of(own.starts + first, own.stops + first)
+
+
 VERSION = 4
+
 SUFFIX = ".ledger"
+
 LOST = b"~"
 """Recorded when the ledger could not be written any further."""
 
 _TOKEN = re.compile(rb"-(\d+)\.|@(\d+)(?:,(\d+))?;|(\.+)|(!)|(~)|(#)|\[([\d,]*)\]|\{[^}]*\}|<[^>]*>")
 
 
-class Batching(NamedTuple):
+class RecordedBatching(NamedTuple):
     """The settings of batches that a header records. ``size``: rows of a rank, or sizes by step as text."""
 
     size: str
@@ -59,7 +232,7 @@ class Shape(NamedTuple):
     start: int
     """The position at which it begins. 0 in lanes, where ranks may have different ones."""
     ranks: int
-    batching: Batching
+    batching: RecordedBatching
     steps: int = 0
     """Steps of the run before it. 0 in lanes, where ranks may have different numbers."""
 
@@ -74,7 +247,7 @@ def header_of(
     spec: PipelineSpec,
     cursor: Cursor,
     origin: Cursor,
-    batching: Batching,
+    batching: RecordedBatching,
     until: int,
     leased: LeaseSteps | None,
 ) -> dict[str, Any]:
@@ -234,7 +407,7 @@ def _passed(header: dict[str, Any], record: bytes, path: Path) -> Passed:
             header["epoch"],
             0 if in_lanes else cursor.position,
             header["ranks"],
-            Batching(header["size"], header["ends"], header.get("budget", "")),
+            RecordedBatching(header["size"], header["ends"], header.get("budget", "")),
             0 if in_lanes or "leases" in header else header["steps"],
         )
         return Passed(
@@ -274,10 +447,12 @@ def _passed(header: dict[str, Any], record: bytes, path: Path) -> Passed:
         ) from None
 
 
-def batching_of(size: int, sizes: BatchSizes | None, last_batch: str | None, budget: str, *, planned: bool) -> Batching:
+def batching_of(
+    size: int, sizes: BatchSizes | None, last_batch: str | None, budget: str, *, planned: bool
+) -> RecordedBatching:
     """Return the settings of batches as a header records them."""
     ends = last_batch or ("dealt" if planned else "uneven")
-    return Batching(str(size) if sizes is None else sizes.text, ends, budget)
+    return RecordedBatching(str(size) if sizes is None else sizes.text, ends, budget)
 
 
-__all__ = ["LOST", "SUFFIX", "UNKNOWN", "Batching", "Passed", "Shape", "header_of", "read_passes"]
+__all__ = ["LOST", "SUFFIX", "UNKNOWN", "Passed", "RecordedBatching", "Shape", "header_of", "read_passes"]

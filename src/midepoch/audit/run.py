@@ -12,9 +12,8 @@ from midepoch._internal.hints import hinted
 from midepoch.audit import naming
 from midepoch.audit.consumed import Delivery, LaneRun, RowCounts
 from midepoch.audit.documents import Document
-from midepoch.audit.mixes import WeightChange, weight_changes
 from midepoch.audit.naming import Overlap, Report
-from midepoch.audit.orders import KnownOrder
+from midepoch.audit.orders import KnownOrder, WeightChange, weight_changes
 from midepoch.audit.passes import Generation, ledger_folder, read_generations
 from midepoch.audit.proof import EpochUnits, History, LeaseCounts, delivered_by, units_in
 from midepoch.errors import DataNotFoundError, StateError

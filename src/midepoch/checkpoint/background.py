@@ -17,7 +17,7 @@ from midepoch._internal.imports import loaded
 from midepoch._internal.reasons import reason
 from midepoch.checkpoint.arrays import Bytes, bytes_of
 from midepoch.checkpoint.files import run_in_threads
-from midepoch.checkpoint.tree import Encoded
+from midepoch.checkpoint.tree import EncodedTree
 
 _log = logging.getLogger("midepoch")
 _COPIERS = min(4, os.cpu_count() or 1)
@@ -38,13 +38,13 @@ class Snapshots:
         """Return the memory of a finished save, for the next one."""
         self._free.update(memory)
 
-    def copy(self, parts: dict[str, Encoded]) -> tuple[dict[str, Encoded], dict[tuple[str, str], Bytes]]:
+    def copy(self, parts: dict[str, EncodedTree]) -> tuple[dict[str, EncodedTree], dict[tuple[str, str], Bytes]]:
         """Return the same trees with copies of their arrays, and the memory of the copies, to be released."""
         memory: dict[tuple[str, str], Bytes] = {}
-        copied: dict[str, Encoded] = {}
+        copied: dict[str, EncodedTree] = {}
         others: list[tuple[Bytes, Any]] = []
         for part, encoded in parts.items():
-            copied[part] = Encoded(encoded.json)
+            copied[part] = EncodedTree(encoded.json)
             for name, (spec, value) in encoded.arrays.items():
                 target = self._free.pop((part, name), None)
                 if target is None or len(target) != spec.nbytes:

@@ -18,7 +18,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from midepoch.checkpoint.files import BytesSource, Checksums, SideThread, Source, read_verified, verify_file
+from midepoch.checkpoint.files import BytesSource, Checksums, FileSource, SideThread, read_verified, verify_file
 from midepoch.errors import CheckpointDamagedError
 
 # Windows has none: attempts of dead processes are then removed by their age.
@@ -148,7 +148,7 @@ def open_file(folder: Path, name: str) -> Iterator[LocalSource]:
         os.close(fd)
 
 
-def verify_and_reopen(source: Source, sums: Checksums, name: str) -> Source:
+def verify_and_reopen(source: FileSource, sums: Checksums, name: str) -> FileSource:
     """Verify a file, and return it for reads after ``source`` is closed. An object is copied to this machine.
 
     Raises CheckpointDamagedError.

@@ -38,7 +38,7 @@ class Sink(Protocol):
     def write(self, data: memoryview, /) -> None: ...
 
 
-class Source(Protocol):
+class FileSource(Protocol):
     """File that several threads can read at any offset; returns fewer bytes than requested only at its end."""
 
     size: int
@@ -47,7 +47,7 @@ class Source(Protocol):
 
     def read_into(self, data: memoryview, offset: int, /) -> int: ...
 
-    def reopen(self) -> Source | None:
+    def reopen(self) -> FileSource | None:
         """Return the same file, open as long as it is referenced; None if it should be read only once.
 
         The new source raises CheckpointDamagedError if the file changes.
@@ -86,7 +86,7 @@ class ChecksumSink:
         return Checksums(self._size, (*self._pieces, *rest))
 
 
-def read_verified(source: Source, sums: Checksums, name: str) -> Bytes:
+def read_verified(source: FileSource, sums: Checksums, name: str) -> Bytes:
     """Return all bytes of a file. Raises CheckpointDamagedError unless they are those that were written."""
     data = np.empty(sums.size if source.size == sums.size else 0, np.uint8)
 
@@ -98,7 +98,7 @@ def read_verified(source: Source, sums: Checksums, name: str) -> Bytes:
 
 
 def verify_file(
-    source: Source, sums: Checksums, name: str, keep: Callable[[memoryview, int], None] | None = None
+    source: FileSource, sums: Checksums, name: str, keep: Callable[[memoryview, int], None] | None = None
 ) -> None:
     """Raise CheckpointDamagedError unless a file is what was written; holds only a few chunks in memory.
 
@@ -154,7 +154,7 @@ class BytesSource:
         data[: len(part)] = part
         return len(part)
 
-    def reopen(self) -> Source:
+    def reopen(self) -> FileSource:
         return self
 
 

@@ -137,7 +137,7 @@ class PipelineCheckpoint:
             raise earlier
         return number
 
-    def _run(self, job: saving.Job, world: World, rules: Keep, memory: dict[Any, Any]) -> None:
+    def _run(self, job: saving.SaveJob, world: World, rules: Keep, memory: dict[Any, Any]) -> None:
         try:
             self._prune(saving.save(self._store, job, world, self._timeout, self._members), rules)
         finally:

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from midepoch.checkpoint import manifest as manifests
-from midepoch.checkpoint.files import Source, file_checksums
+from midepoch.checkpoint.files import FileSource, file_checksums
 from midepoch.checkpoint.manifest import Manifest
 from midepoch.checkpoint.objects import Object, Objects
 from midepoch.checkpoint.store import STALE, STEP, Board, Process, StepRemovedError
@@ -61,7 +61,7 @@ class RemoteStore:
         return manifests.from_bytes(data, step)
 
     @contextmanager
-    def source(self, manifest: Manifest, name: str) -> Iterator[Source]:
+    def source(self, manifest: Manifest, name: str) -> Iterator[FileSource]:
         path = f"step_{manifest.step}/{manifest.folder}/{name}"
         size = self._objects.size(path)
         if size is None:

@@ -14,7 +14,7 @@ from midepoch.checkpoint.backends import Backend, Restorable
 from midepoch.checkpoint.manifest import Manifest, checked_name
 from midepoch.checkpoint.rendezvous import Follower, Leader, lead
 from midepoch.checkpoint.saving import BACKEND_PART, Contents, rank_part
-from midepoch.checkpoint.store import Process, StepRemovedError, Store, read_manifests, retrying
+from midepoch.checkpoint.store import CheckpointStore, Process, StepRemovedError, read_manifests, retrying
 from midepoch.checkpoint.tensor_files import StoredArray, StoredTree, find_arrays
 from midepoch.checkpoint.tree import array_specs
 from midepoch.distributed.world import World
@@ -28,7 +28,7 @@ from midepoch.errors import (
 _log = logging.getLogger("midepoch")
 
 
-def verify(store: Store, manifest: Manifest, besides: Collection[str] = ()) -> None:
+def verify(store: CheckpointStore, manifest: Manifest, besides: Collection[str] = ()) -> None:
     """Read every file of a step; raises CheckpointDamagedError with the name of the first damaged one."""
     for name, sums in manifest.files.items():
         if name not in besides:
@@ -40,7 +40,7 @@ def has_part(manifest: Manifest, part: str) -> bool:
     return f"{part}.json" in manifest.files
 
 
-def open_part(store: Store, manifest: Manifest, part: str, *, allow_pickle: bool) -> StoredTree:
+def open_part(store: CheckpointStore, manifest: Manifest, part: str, *, allow_pickle: bool) -> StoredTree:
     """Return the verified tree of a part. CheckpointNotFoundError if the step has none of that name."""
     tree = read_json(store, manifest, part)
     specs = array_specs(tree)
@@ -54,7 +54,7 @@ def open_part(store: Store, manifest: Manifest, part: str, *, allow_pickle: bool
     return StoredTree(tree, arrays, allow_pickle)
 
 
-def read_json(store: Store, manifest: Manifest, part: str) -> Any:
+def read_json(store: CheckpointStore, manifest: Manifest, part: str) -> Any:
     """Return the verified JSON of a part."""
     name = f"{part}.json"
     if not has_part(manifest, part):
@@ -111,7 +111,7 @@ class Restore:
 class LoadedStep:
     """A step that was read and verified; nothing has been restored yet."""
 
-    store: Store
+    store: CheckpointStore
     manifest: Manifest
     restores: list[Restore]
     models: Mapping[str, Any]  # those that a backend restores
@@ -154,7 +154,7 @@ class LoadedStep:
             self.set_generators()
 
 
-def load(store: Store, manifest: Manifest, targets: Contents, world: World, allow_pickle: bool) -> LoadedStep:
+def load(store: CheckpointStore, manifest: Manifest, targets: Contents, world: World, allow_pickle: bool) -> LoadedStep:
     """Read the parts of a step for these targets, and verify all of it. Raises CheckpointDamagedError."""
     seen: set[str] = set()
 
@@ -201,7 +201,7 @@ class StepLoader:
     The (step, sequence) of steps that are found damaged are added to ``damaged``.
     """
 
-    store: Store
+    store: CheckpointStore
     targets: Contents
     world: World
     allow_pickle: bool
@@ -272,7 +272,7 @@ def _is_damage(error: CheckpointError) -> bool:
     return isinstance(error, CheckpointDamagedError)
 
 
-def named_manifest(store: Store, step: int) -> Manifest:
+def named_manifest(store: CheckpointStore, step: int) -> Manifest:
     """Return the manifest of a step; errors name the steps that exist, or the folder."""
     try:
         return store.manifest(step)

@@ -21,9 +21,9 @@ from midepoch.checkpoint.backends import Backend
 from midepoch.checkpoint.files import Checksums, ChecksumSink, SideThread, file_checksums
 from midepoch.checkpoint.manifest import Manifest
 from midepoch.checkpoint.rendezvous import Follower, Leader, lead
-from midepoch.checkpoint.store import Process, Store, read_manifests, retrying
+from midepoch.checkpoint.store import CheckpointStore, Process, read_manifests, retrying
 from midepoch.checkpoint.tensor_files import write_arrays
-from midepoch.checkpoint.tree import INLINE, Encoded, encode
+from midepoch.checkpoint.tree import INLINE, EncodedTree, encode
 from midepoch.distributed.rendezvous import differences
 from midepoch.distributed.world import World
 from midepoch.errors import CheckpointSaveError
@@ -36,13 +36,13 @@ BACKEND_PART = "arrays"
 
 
 @dataclass
-class Job:
+class SaveJob:
     """Contents of a step, taken at the moment of the call."""
 
     step: int
     backend: str
     metadata: dict[str, Any]
-    parts: dict[str, Encoded] = field(default_factory=dict)
+    parts: dict[str, EncodedTree] = field(default_factory=dict)
     classes: dict[str, str] = field(default_factory=dict)
     """By name, the class that a part was saved from."""
     group: str = ""
@@ -74,15 +74,15 @@ class Contents:
         *,
         copy: bool,
         allow_pickle: bool,
-    ) -> Job:
+    ) -> SaveJob:
         """Encode everything. With ``copy`` a backend copies the arrays that it writes later."""
 
-        def encoded(value: Any, name: str, inline: int = INLINE) -> Encoded:
+        def encoded(value: Any, name: str, inline: int = INLINE) -> EncodedTree:
             return encode(value, name, allow_pickle=allow_pickle, inline=inline)
 
         stateful.check_saveable(self.pipeline, self.models, self.extra)
         extras = {f"extra.{manifests.checked_name(name)}": value for name, value in self.extra.items()}
-        job = Job(step, backend_name, manifests.checked_metadata(metadata))
+        job = SaveJob(step, backend_name, manifests.checked_metadata(metadata))
         job.classes = {name: stateful.class_name(owner) for name, owner in {**self.models, **extras}.items()}
         job.shared = frozenset({"data", *self.models, *extras})
         if self.pipeline is not None:
@@ -124,7 +124,9 @@ def common_state(state: Any, is_global: bool) -> Any:
     return state if is_global else None
 
 
-def save(store: Store, job: Job, world: World, timeout: float, members: dict[int, Process]) -> list[Manifest]:
+def save(
+    store: CheckpointStore, job: SaveJob, world: World, timeout: float, members: dict[int, Process]
+) -> list[Manifest]:
     """Write and commit a step; return on rank 0 the manifests of all steps, this one last.
 
     Raises CheckpointSaveError; earlier steps are unchanged. KeyboardInterrupt is raised as such, also if a library has
@@ -164,7 +166,7 @@ def _causing_interrupt(problem: BaseException | None, handled: BaseException | N
     return None
 
 
-def _describe_steps(store: Store) -> str:
+def _describe_steps(store: CheckpointStore) -> str:
     try:
         steps = store.steps()
     except Exception:
@@ -172,7 +174,7 @@ def _describe_steps(store: Store) -> str:
     return f"Earlier steps are unchanged ({len(steps)}, up to {steps[-1]})." if steps else "There are no earlier steps."
 
 
-def _lead(store: Store, job: Job, world: World, token: str, leader: Leader | None) -> list[Manifest]:
+def _lead(store: CheckpointStore, job: SaveJob, world: World, token: str, leader: Leader | None) -> list[Manifest]:
     committed: list[Manifest] = []
 
     def action() -> dict[str, Any]:
@@ -209,7 +211,7 @@ def _lead(store: Store, job: Job, world: World, token: str, leader: Leader | Non
     return committed
 
 
-def _follow(store: Store, job: Job, follower: Follower) -> None:
+def _follow(store: CheckpointStore, job: SaveJob, follower: Follower) -> None:
     try:
         token = follower.join(job.state)
         if job.write_arrays is not None:
@@ -224,7 +226,7 @@ def _follow(store: Store, job: Job, follower: Follower) -> None:
     follower.outcome()
 
 
-def _compare(job: Job, others: Mapping[int, Any]) -> None:
+def _compare(job: SaveJob, others: Mapping[int, Any]) -> None:
     """Raise CheckpointSaveError if pipelines or positions of the ranks differ: a resume would lose or repeat rows."""
     state = json.loads(json.dumps(job.state))
     for rank, other in sorted(others.items()):
@@ -245,7 +247,7 @@ def _describe(state: Any) -> str:
     return "no pipeline" if state is None else f"{state!r:.200}"
 
 
-def _write(store: Store, job: Job, token: str, world: World) -> dict[str, Checksums]:
+def _write(store: CheckpointStore, job: SaveJob, token: str, world: World) -> dict[str, Checksums]:
     """Write the files of this rank; return their checksums by name."""
     written: dict[str, Checksums] = {}
     if job.write_arrays is not None:  # first: all ranks do so together, and one that failed before would be missing
@@ -265,7 +267,7 @@ def _write(store: Store, job: Job, token: str, world: World) -> dict[str, Checks
     return written
 
 
-def _write_backend(store: Store, job: Job, token: str, world: World) -> dict[str, Checksums]:
+def _write_backend(store: CheckpointStore, job: SaveJob, token: str, world: World) -> dict[str, Checksums]:
     """Let the backend write. In a folder that ranks share, rank 0 lists the files of all."""
     assert job.write_arrays is not None
     with store.scratch(job.step, token, BACKEND_PART) as folder:

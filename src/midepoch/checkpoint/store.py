@@ -17,7 +17,7 @@ from urllib.parse import unquote
 
 from midepoch._internal.address import refuse_lost_slash
 from midepoch._internal.processes import machine, started
-from midepoch.checkpoint.files import Sink, Source
+from midepoch.checkpoint.files import FileSource, Sink
 from midepoch.checkpoint.manifest import Manifest
 from midepoch.errors import CheckpointError, CheckpointNotFoundError
 
@@ -51,7 +51,7 @@ class Board(Protocol):
     def remove(self, names: Sequence[str]) -> None: ...
 
 
-class Store(Protocol):
+class CheckpointStore(Protocol):
     """Folder of checkpoints. Problems with the folder itself are raised as OSError or FetchError."""
 
     name: str
@@ -64,7 +64,7 @@ class Store(Protocol):
     def manifest(self, step: int) -> Manifest:
         """Raises CheckpointNotFoundError, CheckpointDamagedError, or CheckpointError if it is of a newer version."""
 
-    def source(self, manifest: Manifest, name: str) -> AbstractContextManager[Source]:
+    def source(self, manifest: Manifest, name: str) -> AbstractContextManager[FileSource]:
         """Open a file of a step. Raises CheckpointDamagedError if it is missing or not a regular file."""
 
     def sizes(self, manifest: Manifest) -> dict[str, int]:
@@ -99,7 +99,7 @@ class Store(Protocol):
         """
 
 
-def open_store(directory: str | os.PathLike[str], storage_options: Mapping[str, Any] | None) -> Store:
+def open_store(directory: str | os.PathLike[str], storage_options: Mapping[str, Any] | None) -> CheckpointStore:
     """Open a local folder or an address like ``s3://bucket/run``."""
     refuse_lost_slash(directory)
     address = str(directory)
@@ -114,7 +114,7 @@ def open_store(directory: str | os.PathLike[str], storage_options: Mapping[str, 
     return LocalStore(unquote(address.removeprefix("file://")) if address.startswith("file://") else directory)
 
 
-def read_manifests(store: Store) -> tuple[list[Manifest], dict[int, CheckpointError]]:
+def read_manifests(store: CheckpointStore) -> tuple[list[Manifest], dict[int, CheckpointError]]:
     """Return all manifests in commit order, and by step the errors of those that cannot be read.
 
     Raises StepRemovedError if another process prunes a step meanwhile: it has committed another one before.
@@ -131,7 +131,7 @@ def read_manifests(store: Store) -> tuple[list[Manifest], dict[int, CheckpointEr
     return sorted(manifests, key=lambda manifest: (manifest.sequence, manifest.step)), errors
 
 
-def retrying(store: Store, action: Callable[[], T]) -> T:
+def retrying(store: CheckpointStore, action: Callable[[], T]) -> T:
     """Run an action again as long as other processes remove the steps that it reads."""
     for _ in range(_ATTEMPTS):
         with suppress(StepRemovedError):

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from midepoch.checkpoint.arrays import SAFETENSORS, ArraySpec, Bytes, bytes_of, flat_bytes, is_array, make_array
-from midepoch.checkpoint.files import ChecksumSink, Source, run_in_threads
+from midepoch.checkpoint.files import ChecksumSink, FileSource, run_in_threads
 from midepoch.checkpoint.tree import decode
 from midepoch.errors import CheckpointDamagedError
 
@@ -45,7 +45,7 @@ def write_arrays(sink: ChecksumSink, arrays: Mapping[str, tuple[ArraySpec, Any]]
         sink.write(data)
 
 
-def find_arrays(source: Source, specs: Iterable[tuple[str, ArraySpec]]) -> dict[str, StoredArray]:
+def find_arrays(source: FileSource, specs: Iterable[tuple[str, ArraySpec]]) -> dict[str, StoredArray]:
     """Return the arrays of these names and specifications in a file, not read yet; raises CheckpointDamagedError."""
     offsets, body = _read_header(source)
     arrays: dict[str, StoredArray] = {}
@@ -57,7 +57,7 @@ def find_arrays(source: Source, specs: Iterable[tuple[str, ArraySpec]]) -> dict[
     return arrays
 
 
-def _read_header(source: Source) -> tuple[dict[str, tuple[int, int]], int]:
+def _read_header(source: FileSource) -> tuple[dict[str, tuple[int, int]], int]:
     """Return the first and last byte of each array, and the offset that they count from."""
     size = int.from_bytes(_read_bytes(source, 0, min(8, source.size)), "little")
     body = 8 + size
@@ -72,7 +72,7 @@ def _read_header(source: Source) -> tuple[dict[str, tuple[int, int]], int]:
     return offsets, body
 
 
-def _read_bytes(source: Source, start: int, size: int) -> bytes:
+def _read_bytes(source: FileSource, start: int, size: int) -> bytes:
     data = bytearray(size)
     source.read_into(memoryview(data), start)
     return bytes(data)
@@ -91,7 +91,7 @@ class StoredArray:
 
     name: str
     spec: ArraySpec
-    source: Source
+    source: FileSource
     offset: int
 
     @property

@@ -37,7 +37,7 @@ _LARGEST_INT = 4096
 
 
 @dataclass
-class Encoded:
+class EncodedTree:
     """Tree as JSON, and its large arrays by name."""
 
     json: Any = None
@@ -46,7 +46,7 @@ class Encoded:
 
 def encode(
     tree: Any, name: str, *, allow_pickle: bool = False, inline: int = INLINE, distributed: Container[str] = ()
-) -> Encoded:
+) -> EncodedTree:
     """Encode a tree. Raises TypeError with the path of a value that cannot be stored.
 
     Arrays of up to ``inline`` bytes stay in the JSON. ``distributed``: the libraries ("torch", "jax") whose arrays may
@@ -63,7 +63,7 @@ def encode(
 class _Encoder:
     def __init__(self, name: str, allow_pickle: bool, inline: int, distributed: Container[str]) -> None:
         self._name, self._allow_pickle, self._inline, self._distributed = name, allow_pickle, inline, distributed
-        self.result = Encoded()
+        self.result = EncodedTree()
         self._tied: dict[tuple[Any, ...], str] = {}
 
     def value(self, value: Any, path: tuple[str, ...]) -> Any:

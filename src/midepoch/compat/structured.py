@@ -19,7 +19,7 @@ from midepoch.distributed.world import find_world
 from midepoch.errors import CheckpointMismatchError
 from midepoch.loader import Loader
 from midepoch.open import DEFAULT_CACHE_BYTES, from_files
-from midepoch.order.keys import check_seed
+from midepoch.order.bijection import check_seed
 from midepoch.pipeline.leaf import Leaf
 from midepoch.sources.files import PathLike
 from midepoch.state.format import KEY, check

@@ -19,9 +19,8 @@ from midepoch.dataset.parts import PartWriter
 from midepoch.errors import DataNotFoundError, MidepochError, StateError
 from midepoch.order import Order, Selection
 from midepoch.pipeline.leaf import Leaf
-from midepoch.pipeline.node import Mix, Node
+from midepoch.pipeline.node import Mix, Node, Slice
 from midepoch.pipeline.spec import PipelineSpec
-from midepoch.pipeline.stage_specs import Slice
 from midepoch.sources import Source
 from midepoch.sources.index import default_index_dir
 from midepoch.sources.locks import LockFile

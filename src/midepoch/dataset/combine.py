@@ -11,7 +11,7 @@ from typing import Any
 from midepoch._internal.hints import hinted
 from midepoch.dataset import Dataset, habits
 from midepoch.errors import ColumnError, DataNotFoundError, MidepochError
-from midepoch.order.keys import check_seed
+from midepoch.order.bijection import check_seed
 from midepoch.order.schedule import Schedule
 from midepoch.pipeline.node import Combination, Concat, Mix, Node, Zip
 from midepoch.pipeline.spec import PipelineSpec

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import TypeVar
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -12,15 +12,14 @@ from midepoch._internal.checks import integer
 from midepoch.dataset.steps import Steps
 from midepoch.distributed.seeds import check_agreed, draw_seed
 from midepoch.order import Selection, Shard, Shuffle, Weighted
-from midepoch.order.bijection import Bijection
-from midepoch.order.keys import check_seed, derive
+from midepoch.order.bijection import Bijection, check_seed, derive
 from midepoch.pipeline.leaf import Leaf
-from midepoch.pipeline.node import Node
+from midepoch.pipeline.node import Node, Slice, Window
 from midepoch.pipeline.spec import PipelineSpec
-from midepoch.pipeline.stage_specs import Slice, Window
 from midepoch.sources.splits import bound_of, split_sizes
 
-Self = TypeVar("Self", bound="Rows")
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 
 class Rows(Steps):
@@ -38,12 +37,10 @@ class Rows(Steps):
         """True if a state was loaded that is not at the beginning of an epoch."""
         raise NotImplementedError
 
-    def _derive(self: Self, spec: PipelineSpec, *, same_positions: bool = True) -> Self:
+    def _derive(self, spec: PipelineSpec, *, same_positions: bool = True) -> Self:
         raise NotImplementedError
 
-    def slice(
-        self: Self, start: int | str | None = None, stop: int | str | None = None, step: int | None = None
-    ) -> Self:
+    def slice(self, start: int | str | None = None, stop: int | str | None = None, step: int | None = None) -> Self:
         """Keep only the rows ``[start:stop:step]``, chosen before any shuffle: no row moves from one slice to another.
 
         Bounds may be percentages: ``ds.slice(None, "80%")`` and ``ds.slice("80%")`` are two parts of a dataset. Slice
@@ -53,7 +50,7 @@ class Rows(Steps):
         first, last = (bound_of(bound, len(chosen)) for bound in (start, stop))
         return self._with_selection(chosen.slice(first, last, step))
 
-    def take(self: Self, n: int) -> Self:
+    def take(self, n: int) -> Self:
         """Keep the first n rows, before any shuffle.
 
         After a step that changes the number of rows: the first n rows of every epoch's order, computed in one lane.
@@ -61,7 +58,7 @@ class Rows(Steps):
         n = integer(n, "take")
         return self.slice(0, n) if self.pipeline.has_positions else self._with_stage(Slice(0, n))
 
-    def skip(self: Self, n: int) -> Self:
+    def skip(self, n: int) -> Self:
         """Omit the first n rows, before any shuffle.
 
         After a step that changes the number of rows: omit the first n rows of every epoch's order, which are computed
@@ -70,12 +67,12 @@ class Rows(Steps):
         n = integer(n, "skip")
         return self.slice(n, None) if self.pipeline.has_positions else self._with_stage(Slice(n))
 
-    def select(self: Self, indices: Iterable[int]) -> Self:
+    def select(self, indices: Iterable[int]) -> Self:
         """Keep the rows with these numbers, in this order, before any shuffle."""
         return self._with_selection(self._selection("select").select(indices))
 
     def train_test_split(
-        self: Self,
+        self,
         test_size: float | None = None,
         train_size: float | None = None,
         shuffle: bool = True,
@@ -115,11 +112,11 @@ class Rows(Steps):
             )
         return order.selection
 
-    def _with_selection(self: Self, selection: Selection) -> Self:
+    def _with_selection(self, selection: Selection) -> Self:
         leaf = self.pipeline.base
         return self._with_leaf(replace(leaf, order=replace(leaf.order, selection=selection)))
 
-    def shuffle(self: Self, seed: int | None = None, scope: str | None = None, window: int | None = None) -> Self:
+    def shuffle(self, seed: int | None = None, scope: str | None = None, window: int | None = None) -> Self:
         """Shuffle, in another order every epoch, by a permutation that is computed and never stored.
 
         ``scope``:
@@ -160,7 +157,7 @@ class Rows(Steps):
         check_agreed(not agreed, self.pipeline.shard.count)
         return chosen, True, agreed
 
-    def _shuffle_outputs(self: Self, seed: int | None, scope: str | None, window: int | None) -> Self:
+    def _shuffle_outputs(self, seed: int | None, scope: str | None, window: int | None) -> Self:
         if seed is None or scope not in (None, "window"):
             raise ValueError(
                 "shuffle after a step that changes the number of rows requires a seed and the scope 'window': "
@@ -169,7 +166,7 @@ class Rows(Steps):
         size = 10_000 if window is None else integer(window, "shuffle(window=…)", 1)
         return self._with_stage(Window(size, check_seed(seed)))
 
-    def with_lanes(self: Self, lanes: int) -> Self:
+    def with_lanes(self, lanes: int) -> Self:
         """Split every epoch into this number of lanes, which alternate.
 
         The order depends on the number of lanes. A cluster whose world size divides it reads and computes every row on
@@ -188,7 +185,7 @@ class Rows(Steps):
                 "not the same number of unchanged rows, more lanes would mean other rows."
             )
 
-    def shard(self: Self, num_shards: int, index: int, mode: str = "auto") -> Self:
+    def shard(self, num_shards: int, index: int, mode: str = "auto") -> Self:
         """Return one of ``num_shards`` shards of every epoch, equal up to one row, without overlap or gap.
 
         - "example": every num_shards-th row
@@ -216,5 +213,5 @@ class Rows(Steps):
         lanes = spec.lanes if kept else num_shards if by_file else 1
         return self._derive(replace(spec, lanes=lanes, shard=shard))
 
-    def _with_leaf(self: Self, leaf: Leaf) -> Self:
+    def _with_leaf(self, leaf: Leaf) -> Self:
         return self._derive(replace(self.pipeline, node=Node(leaf)), same_positions=False)

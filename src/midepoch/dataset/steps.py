@@ -5,24 +5,28 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from midepoch._internal.checks import integer
-from midepoch.dataset.columns import ColumnSteps, names_of
 from midepoch.errors import ColumnError
 from midepoch.order.schedule import Schedule
-from midepoch.pipeline.node import Node
-from midepoch.pipeline.stage_specs import Rebatch
+from midepoch.pipeline.node import Node, Rebatch, StageSpec
 from midepoch.transforms import (
+    Cast,
     Decode,
     FilterExpression,
     FilterRows,
     FlatMap,
     Map,
+    RemoveColumns,
+    RenameColumns,
+    SelectColumns,
+    Step,
     Unbatch,
 )
+from midepoch.transforms.cast import inside, types_by_name
 from midepoch.transforms.columns import check_columns
 from midepoch.transforms.default_collate import ITEM
 from midepoch.transforms.encode import Transform
@@ -32,16 +36,108 @@ from midepoch.transforms.packing import LABELS, PackSpec
 from midepoch.transforms.tokenize import Tokenize
 
 if TYPE_CHECKING:
+    import pyarrow as pa
     import pyarrow.compute as pc
+    from typing_extensions import Self
 
-Self = TypeVar("Self", bound="Steps")
+
+def names_of(names: str | Sequence[str]) -> tuple[str, ...]:
+    """Return a name, or several, as a tuple."""
+    return (names,) if isinstance(names, str) else tuple(names)
 
 
-class Steps(ColumnSteps):
+class Steps:
     """The methods of a dataset that run a function, or combine rows. Every call returns a new dataset."""
 
+    def _with_step(self, step: Step) -> Self:
+        raise NotImplementedError
+
+    def _with_stage(self, stage: StageSpec) -> Self:
+        raise NotImplementedError
+
+    @property
+    def _node(self) -> Node:
+        raise NotImplementedError
+
+    @property
+    def _functions(self) -> int:
+        """The number of functions so far, which separates their generators."""
+        raise NotImplementedError
+
+    @property
+    def _input_format(self) -> str:
+        raise NotImplementedError
+
+    @property
+    def _columns(self) -> tuple[str, ...] | None:
+        """The columns, or None if they are known only after a map has run."""
+        raise NotImplementedError
+
+    @property
+    def _lists(self) -> tuple[str, ...] | None:
+        """The columns that contain lists, or None if they are known only after a map has run."""
+        raise NotImplementedError
+
+    @property
+    def _tensors(self) -> bool:
+        """True if functions get tensors of torch for arrays: in the torch format, and in none."""
+        raise NotImplementedError
+
+    @property
+    def _skips(self) -> bool:
+        """True if damaged rows of a source are skipped."""
+        raise NotImplementedError
+
+    def _feature(self, column: str) -> str | None:
+        """Return the name of the Hugging Face feature of a column ("Image"), or None."""
+        raise NotImplementedError
+
+    def select_columns(self, column_names: str | Sequence[str]) -> Self:
+        """Keep only these columns. The others are not read."""
+        return self._with_step(SelectColumns(names_of(column_names)))
+
+    def remove_columns(self, column_names: str | Sequence[str]) -> Self:
+        """Remove these columns."""
+        return self._with_step(RemoveColumns(names_of(column_names)))
+
+    def rename_columns(self, column_mapping: Mapping[str, str]) -> Self:
+        """Rename columns."""
+        if not isinstance(column_mapping, Mapping):
+            raise TypeError(f"rename_columns takes {{old: new}}, got {column_mapping!r:.60}")
+        return self._with_step(RenameColumns(tuple(column_mapping.items())))
+
+    def rename_column(self, original_column_name: str, new_column_name: str) -> Self:
+        """Rename one column."""
+        return self.rename_columns({original_column_name: new_column_name})
+
+    def cast(self, columns: Mapping[str, Any] | pa.Schema) -> Self:
+        """Convert columns to these Arrow types: ``cast({"label": "int32", "ids": pa.list_(pa.int32())})``.
+
+        The type of a number converts the items of a column of lists. Results of functions have the types of their
+        values, which may differ between batches. A cast makes them equal.
+        """
+        types = types_by_name(columns)
+        if self._columns is not None:
+            check_columns([name for name, _ in types], self._columns, "cast")
+        known = self._node.known
+        if known.certain:
+            types = tuple((name, inside(known.columns[name].kind, kind)) for name, kind in types)
+        return self._with_step(Cast(types))
+
+    def cast_column(self, column: str, feature: Any) -> Self:
+        """Convert one column to an Arrow type, or to that of a Hugging Face feature (``Value``, ``List``, …).
+
+        A ``ClassLabel`` replaces the names of classes by their numbers.
+        """
+        if type(feature).__name__ == "ClassLabel" and getattr(feature, "names", None):
+            return self._with_classes(column, tuple(feature.names))
+        return self.cast({column: feature})
+
+    def _with_classes(self, column: str, names: tuple[str, ...]) -> Self:
+        raise NotImplementedError
+
     def map(
-        self: Self,
+        self,
         function: Callable[..., Any],
         batched: bool = False,
         batch_size: int = 1000,
@@ -90,7 +186,7 @@ class Steps(ColumnSteps):
         return self._with_step(step)
 
     def with_transform(
-        self: Self, transform: Callable[[dict[str, Any]], Any], columns: str | Sequence[str] | None = None
+        self, transform: Callable[[dict[str, Any]], Any], columns: str | Sequence[str] | None = None
     ) -> Self:
         """Apply a transform of ``datasets``: a function from a batch to a batch, whose columns replace all others.
 
@@ -103,7 +199,7 @@ class Steps(ColumnSteps):
         return ds._with_step(Map(**ds._function(Transform(transform), "with_transform", False, 1, False, False, None)))
 
     def filter(
-        self: Self,
+        self,
         condition: Callable[..., Any] | pc.Expression,
         batched: bool = False,
         batch_size: int = 1000,
@@ -132,7 +228,7 @@ class Steps(ColumnSteps):
         return self._with_step(step)
 
     def flat_map(
-        self: Self,
+        self,
         function: Callable[..., Any],
         *,
         with_indices: bool = False,
@@ -151,7 +247,7 @@ class Steps(ColumnSteps):
         )
         return self._with_step(step)
 
-    def unbatch(self: Self, columns: str | Sequence[str] | None = None) -> Self:
+    def unbatch(self, columns: str | Sequence[str] | None = None) -> Self:
         """Make a row for each element of lists, in all columns that contain lists or in these.
 
         Other columns are repeated. After a map, which may return lists in any column, name the columns.
@@ -172,7 +268,7 @@ class Steps(ColumnSteps):
         return self._with_step(Unbatch(lists, given=False))
 
     def tokenize(
-        self: Self,
+        self,
         tokenizer: Any,
         column: str = "text",
         *,
@@ -199,7 +295,7 @@ class Steps(ColumnSteps):
         return self._with_step(Map(**made, remove_columns=removed, rowwise=rowwise))
 
     def decode(
-        self: Self,
+        self,
         column: str,
         kind: str | None = None,
         *,
@@ -241,12 +337,12 @@ class Steps(ColumnSteps):
         skip = _on_error(on_error or ("skip" if self._skips else "raise"))
         return self._with_step(Decode(column, decoder, None if root is None else str(root), self._tensors, skip))
 
-    def batch(self: Self, size: int, drop_last: bool = False) -> Self:
+    def batch(self, size: int, drop_last: bool = False) -> Self:
         """Combine each ``size`` rows into one row with a list for every column."""
         return self._with_stage(Rebatch(integer(size, "batch", 1), drop_last))
 
     def pack(
-        self: Self,
+        self,
         length: int | None = None,
         column: str = "input_ids",
         strategy: str = "concat",

@@ -60,7 +60,7 @@ def from_lerobot(
     chosen = frames
     if episodes is not None:
         chosen = frames.select([frame for number in sorted(set(episodes)) for frame in range(*meta.bounds(number))])
-    items = Items(folder, meta, deltas, tolerance_s, frames if deltas else None)
+    items = FrameItems(folder, meta, deltas, tolerance_s, frames if deltas else None)
     return chosen.map(items, fn_kwargs={"meta": meta.digest, "deltas": deltas}, seed_globals=False)
 
 
@@ -198,7 +198,7 @@ def _lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
 
 
-class Items:
+class FrameItems:
     """Function from a frame in Parquet to an item of LeRobot."""
 
     __name__ = "lerobot"

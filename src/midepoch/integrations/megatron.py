@@ -15,7 +15,7 @@ from megatron.core import parallel_state
 
 from midepoch.dataset import Dataset
 from midepoch.errors import CheckpointNotFoundError, MidepochError
-from midepoch.integrations.micro_batches import MicroBatches, Part, rank_rows
+from midepoch.integrations.micro_batches import MicroBatch, MicroBatches, rank_rows
 from midepoch.integrations.sequences import IGNORED, next_tokens
 
 _SAVED = "train_dataloader_dprank000.pt"
@@ -166,10 +166,10 @@ class _Steps:
     def __init__(self, batches: MicroBatches, to_batch: Callable[[Any], Any], *, keeps: bool) -> None:
         self.batches, self._to_batch, self._keeps = batches, to_batch, keeps
         self.number = self.loads = 0
-        self._parts: list[Part] = []
-        self._source: Iterator[Part] = batches.passes()
+        self._parts: list[MicroBatch] = []
+        self._source: Iterator[MicroBatch] = batches.passes()
 
-    def part(self, index: int) -> Part:
+    def part(self, index: int) -> MicroBatch:
         """Return a micro-batch of the step in progress, or the first of the next step."""
         if index < len(self._parts):
             return self._parts[index]

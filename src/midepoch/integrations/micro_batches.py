@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from midepoch.errors import CheckpointNotFoundError, MidepochError
 from midepoch.integrations.states import for_all_ranks
 from midepoch.loader import Loader
-from midepoch.loader.combining import meaningless
+from midepoch.loader.options import meaningless
 from midepoch.transforms.provenance import BOUNDS, DOCUMENTS
 
 _STATE = "midepoch"
@@ -27,7 +27,7 @@ def rank_rows(global_batch: int, micro_batch: int, ranks: int) -> int:
     return global_batch // ranks
 
 
-class Part(NamedTuple):
+class MicroBatch(NamedTuple):
     """A micro-batch, its number in the step, and the number of all micro-batches of the step."""
 
     batch: Any
@@ -59,7 +59,7 @@ class MicroBatches:
         """Micro-batches of a step on this rank: the maximum, if the batch size changes."""
         return self.loader.options.batch_size // self._size
 
-    def one_pass(self) -> Iterator[Part]:
+    def one_pass(self) -> Iterator[MicroBatch]:
         """Yield the micro-batches of a pass over the loader."""
         if self._before is not None:  # a pass that was left in mid-step
             self.loader.load_state_dict(self._before)
@@ -68,7 +68,7 @@ class MicroBatches:
             parts = cut(batch, self._size)
             for number, part in enumerate(parts):
                 self._before = before if number + 1 < len(parts) else None
-                yield Part(part, number, len(parts))
+                yield MicroBatch(part, number, len(parts))
 
     def _steps(self) -> Iterator[tuple[Any, Any]]:
         batches, cuts = iter(self.loader), self.per_step > 1
@@ -77,7 +77,7 @@ class MicroBatches:
             yield batch, before
             before = self.loader.state_dict() if cuts else None
 
-    def passes(self, epochs: int | None = None) -> Iterator[Part]:
+    def passes(self, epochs: int | None = None) -> Iterator[MicroBatch]:
         """Yield the micro-batches of all epochs before epoch ``epochs``, or of any number of them."""
         while epochs is None or self.loader.epoch < epochs:
             empty = True

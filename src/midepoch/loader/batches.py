@@ -16,7 +16,7 @@ import pyarrow as pa
 from midepoch._internal.timings import Timings
 from midepoch.loader.collation import added, arranged, collated, completed, marked, named
 from midepoch.loader.options import PADDING, Options
-from midepoch.loader.plans import Made
+from midepoch.loader.plans import MadeBatch
 from midepoch.loader.provenance import RowsAhead
 from midepoch.pipeline.engine import Engine
 from midepoch.pipeline.leaf import Leaf
@@ -188,7 +188,7 @@ class BatchMaker:
                 break
         return replace(batch, places=batch.places + max(0, read.genuine or 0))  # all of them after the genuine ones
 
-    def make(self, plan: StepPlan, read: Read, allocate: Allocate | None = None) -> Made:
+    def make(self, plan: StepPlan, read: Read, allocate: Allocate | None = None) -> MadeBatch:
         """Transform and present one batch. The main process only has to ``finish`` it.
 
         ``allocate``: where to assemble the columns that functions return.
@@ -202,7 +202,7 @@ class BatchMaker:
                 columns[PADDING] = np.arange(stop - start) >= read.genuine
             if read.traced is not None or self._options.context is not None:
                 columns = completed(columns, self.format, self._options, self._added(read.traced))
-            return Made(columns, read.step, read.asked, 0, not read.asked)
+            return MadeBatch(columns, read.step, read.asked, 0, not read.asked)
         if read.batch is None:
             length = next((len(column) for column in read.columns.values()), read.asked)
             missing = read.asked - length
@@ -210,22 +210,22 @@ class BatchMaker:
                 genuine = min(max(0, read.genuine - read.first), read.asked)
                 missing = genuine - int((~np.asarray(read.columns[PADDING])).sum())
             value = completed(read.columns, self.format, self._options, self._added(read.traced))
-            return Made(value, read.step, length, missing)
+            return MadeBatch(value, read.step, length, missing)
         collect = (allocate or _nowhere) if self._stacks else None
         batch = self._engine.transform(plan.epoch, read.batch, collect=collect)
         return self.present(plan, read, batch, allocate)
 
-    def present(self, plan: StepPlan, read: Read, batch: Batch, allocate: Allocate | None = None) -> Made:
+    def present(self, plan: StepPlan, read: Read, batch: Batch, allocate: Allocate | None = None) -> MadeBatch:
         """Present a batch after all steps."""
         skipped = _skipped(read, batch)
         if not len(batch) and read.genuine is not None and not skipped:
             batch = self._other_padding(plan, read)
         if not len(batch):
-            return Made(None, read.step, 0, skipped, empty=True)
+            return MadeBatch(None, read.step, 0, skipped, empty=True)
         began = perf_counter()
         value = self._presented(plan, read, _marked(batch, read.genuine), allocate)
         self.timings.present += perf_counter() - began
-        return Made(value, read.step, len(batch), skipped)
+        return MadeBatch(value, read.step, len(batch), skipped)
 
     def _presented(self, plan: StepPlan, read: Read, batch: Batch, allocate: Allocate | None) -> Any:
         kind, options = self.format, self._options

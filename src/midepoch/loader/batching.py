@@ -12,14 +12,13 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from midepoch._internal.checks import integer
-from midepoch.dataset.sampling import column_values
+from midepoch.dataset.reading import column_values
 from midepoch.errors import ColumnError
 from midepoch.order import Selection
 from midepoch.order.budget import GROUP, WINDOW, Budget, checked_balance
-from midepoch.pipeline.node import Node
+from midepoch.pipeline.node import HIDDEN, Buckets, Node
 from midepoch.pipeline.planned import FilledLengths, GivenLengths, Lengths, Planning, too_long
 from midepoch.pipeline.spec import PipelineSpec
-from midepoch.pipeline.stage_specs import HIDDEN, Buckets
 from midepoch.sources.length_blocks import has_length
 from midepoch.sources.lengths import lengths_of
 from midepoch.transforms import Map

@@ -8,19 +8,19 @@ from __future__ import annotations
 from typing import Any
 
 from midepoch.audit.orders import MOST_ROWS
-from midepoch.audit.records import Batching, batching_of
-from midepoch.loader.equal import check_equal_steps
+from midepoch.audit.records import RecordedBatching, batching_of
+from midepoch.loader.lanes import check_equal_steps
 from midepoch.loader.options import Options
 from midepoch.loader.plans import batches_of, make_plan
 from midepoch.pipeline.cursor import Cursor, WindowAt
-from midepoch.pipeline.length import estimated_length as estimated_outputs
-from midepoch.pipeline.length import known_length
+from midepoch.pipeline.lanes import estimated_length as estimated_outputs
+from midepoch.pipeline.lanes import known_length
 from midepoch.pipeline.plans import UNKNOWN, StepPlan, TokenPlan
 from midepoch.pipeline.spec import PipelineSpec
 from midepoch.stats import Stats
 
 
-def batching(options: Options) -> Batching:
+def batching(options: Options) -> RecordedBatching:
     """Return the settings of batches, as a ledger records them."""
     budget = options.budget.text if options.budget is not None else ""
     planned = options.planning is not None

@@ -1,9 +1,4 @@
-"""Batches that are only copied from mapped files: made in the caller's thread, whatever ``num_workers`` is.
-
-Workers would only add a second copy: the main process would spend as much time on receiving a batch as on gathering it.
-Only pages that are not in memory yet take long. Threads therefore touch the pages ahead, from the first page that had
-to be waited for until all touched pages are found in memory.
-"""
+"""Batches that are made in this process: copied from mapped files, read ahead by a thread, or made of groups."""
 
 from __future__ import annotations
 
@@ -13,14 +8,123 @@ import resource
 import threading
 import weakref
 from collections import deque
+from collections.abc import Iterator
+from typing import Any
 
 from midepoch._internal.threads import join
 from midepoch.loader.batches import BatchMaker, Read
-from midepoch.loader.plans import Made
+from midepoch.loader.plans import MadeBatch
+from midepoch.order import Shard
 from midepoch.pipeline.plans import StepPlan
+from midepoch.pipeline.rows import Bundles, GroupedRows
+
+
+class ThreadedBatches:
+    """The batches of a plan, in order. One thread reads up to ``prefetch`` chunks ahead.
+
+    The first chunk, which is one batch, is read in the caller's thread: a look at it costs neither a thread nor the
+    memory of prefetched chunks.
+    """
+
+    def __init__(self, maker: BatchMaker, plan: StepPlan, prefetch: int) -> None:
+        self._maker, self._plan = maker, plan
+        self._chunks = maker.read(plan, 0, 1)
+        self._ready: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._room = threading.Semaphore(prefetch)
+        self._stop = threading.Event()
+        self._chunk: deque[Any] = deque(next(self._chunks, ()))
+        self._thread: threading.Thread | None = None
+        self._over = False
+
+    def next(self) -> MadeBatch | None:
+        """Return the next batch, or None at the end. Raises the errors of reading."""
+        while not self._chunk:
+            if self._over:
+                return None
+            if self._thread is None:
+                self._start()
+            chunk = self._ready.get()
+            if chunk is None or isinstance(chunk, BaseException):
+                self._over = True
+                if chunk is not None:
+                    raise chunk
+                return None
+            self._room.release()
+            self._chunk.extend(chunk)
+        return self._maker.make(self._plan, self._chunk.popleft())
+
+    def _start(self) -> None:
+        thread = threading.Thread(
+            target=_read_ahead,
+            args=(self._chunks, self._ready, self._room, self._stop),
+            name="midepoch-read",
+            daemon=True,
+        )
+        # Also at exit: a daemon thread in C++ code would abort the process then (SIGABRT).
+        self._end = weakref.finalize(self, end_thread, thread, self._stop, self._room, os.getpid())
+        thread.start()  # a machine may have no room for threads
+        self._thread = thread
+
+    def close(self) -> bool:
+        """Stop. Return True if no thread is still reading: then the maker can be reused."""
+        return self._thread is None or self._end() is not False
+
+
+def end_thread(thread: threading.Thread, stop: threading.Event, room: threading.Semaphore, process: int) -> bool:
+    """Stop a thread that waits for room. Return True if it has stopped."""
+    if process != os.getpid():
+        return True  # a fork: the thread does not exist here, and its locks may be held indefinitely
+    stop.set()
+    room.release()
+    return join([thread])
+
+
+def _read_ahead(
+    chunks: Iterator[Any], ready: queue.SimpleQueue[Any], room: threading.Semaphore, stop: threading.Event
+) -> None:
+    """Run the reading thread. It refers only to its queue, so that it does not keep a dropped iterator alive."""
+    try:
+        while True:
+            room.acquire()
+            if stop.is_set():
+                return
+            chunk = next(chunks, None)
+            ready.put(chunk)
+            if chunk is None:
+                return
+    except BaseException as problem:
+        ready.put(problem)
+
+
+class GroupedBatches:
+    """The batches of a plan, in order. Workers make bundles ahead, and the main process assembles batches."""
+
+    def __init__(self, maker: BatchMaker, bundles: Bundles, plan: StepPlan, shard: Shard, groups: int) -> None:
+        self._maker, self._plan, self._shard, self._step = maker, plan, shard, 0
+        self._rows = GroupedRows(bundles, plan.epoch, groups)
+
+    def next(self) -> MadeBatch | None:
+        """Return the next batch and the cursor after it, or None at the end."""
+        plan, step = self._plan, self._step
+        if not plan.has(step):
+            return None
+        wanted, _, genuine, _ = plan.ask([step], self._shard)
+        if not len(wanted):
+            made = MadeBatch(None, step, empty=True)
+        else:
+            read = Read(step, len(wanted), genuine=genuine)
+            made = self._maker.present(plan, read, self._rows.read(wanted))
+        self._step += 1
+        return made
+
+    def close(self) -> bool:
+        """Leave the workers to their pool."""
+        return True
+
 
 _TOUCHED = 256
 """Number of batches whose pages are touched ahead after a page had to be read from disk."""
+
 _THREADS = 4
 
 
@@ -35,7 +139,7 @@ class DirectBatches:
         self._faults = _faults()
         self._keep = 0  # minimum of reads to locate before the next one is made
 
-    def next(self) -> Made | None:
+    def next(self) -> MadeBatch | None:
         """Return the next batch, or None at the end."""
         if len(self._located) <= self._keep:
             self._look_ahead()

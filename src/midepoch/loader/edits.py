@@ -20,8 +20,7 @@ from midepoch.loader.plans import make_plan
 from midepoch.order import Shard
 from midepoch.order.intervals import EMPTY, Intervals
 from midepoch.pipeline.cursor import Cursor, LaneCursor, WindowAt, spared_key
-from midepoch.pipeline.excluded import rows_by_source, source_names
-from midepoch.pipeline.node import Mix
+from midepoch.pipeline.node import Mix, rows_by_source, source_names
 from midepoch.pipeline.plans import TokenPlan
 from midepoch.pipeline.reach import Reach, outputs_of_rows, up_to_done
 from midepoch.pipeline.rows import excluded_rows

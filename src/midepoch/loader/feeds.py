@@ -11,17 +11,12 @@ from typing import Protocol
 from midepoch._internal.threads import silent_at_exit
 from midepoch._internal.timings import Timings
 from midepoch.loader.batches import BatchMaker
-from midepoch.loader.bundles import BundlePool
-from midepoch.loader.direct import DirectBatches
-from midepoch.loader.equal import EqualSteps
-from midepoch.loader.grouped import GroupedBatches
-from midepoch.loader.lanes import LaneBatches
-from midepoch.loader.moved import FedBatches, MovedBatches, Mover
-from midepoch.loader.movers import is_of_jax, mover_for
+from midepoch.loader.direct import DirectBatches, GroupedBatches, ThreadedBatches
+from midepoch.loader.lanes import EqualSteps, LaneBatches
+from midepoch.loader.movers import FedBatches, MovedBatches, Mover, is_of_jax, mover_for
 from midepoch.loader.options import Options
-from midepoch.loader.plans import BatchSource, Made, make_plan
-from midepoch.loader.threads import ThreadedBatches
-from midepoch.loader.workers import WorkerBatches, WorkerPool
+from midepoch.loader.plans import BatchSource, MadeBatch, make_plan
+from midepoch.loader.workers import BundlePool, WorkerBatches, WorkerPool
 from midepoch.order import Shard
 from midepoch.pipeline.cursor import Cursor
 from midepoch.pipeline.plans import Delivered, PlanStep, StepPlan
@@ -35,10 +30,10 @@ class Feed(Protocol):
     plan: StepPlan | None
     """The steps, where positions can be computed."""
 
-    def next(self) -> Made | None:
+    def next(self) -> MadeBatch | None:
         """Return the next batch, or None at the end. Raises the errors of making it."""
 
-    def after(self, made: Made) -> Delivered:
+    def after(self, made: MadeBatch) -> Delivered:
         """Return the place after a batch."""
 
     def left(self, delivered: int) -> int | None:
@@ -74,14 +69,14 @@ class PlanFeed:
         self._plan, self._shard, self._open = plan, shard, open_source
         self._source: BatchSource | None = None
 
-    def next(self) -> Made | None:
+    def next(self) -> MadeBatch | None:
         if self._source is None:
             if not self._plan.has(0):
                 return None
             self._source = self._open(self._plan)
         return self._source.next()
 
-    def after(self, made: Made) -> Delivered:
+    def after(self, made: MadeBatch) -> Delivered:
         assert isinstance(made.step, int)
         return PlanStep(self._plan, made.step)
 
@@ -108,10 +103,10 @@ class LaneFeed:
     def __init__(self, lanes: LaneBatches, wrap: Callable[[BatchSource], BatchSource]) -> None:
         self._lanes, self._source = lanes, wrap(lanes)
 
-    def next(self) -> Made | None:
+    def next(self) -> MadeBatch | None:
         return self._source.next()
 
-    def after(self, made: Made) -> Delivered:
+    def after(self, made: MadeBatch) -> Delivered:
         assert not isinstance(made.step, int)
         return made.step
 

@@ -2,24 +2,192 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
+import logging
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from time import perf_counter
 from typing import Any
+from zlib import crc32
 
 from midepoch._internal.timings import Timings
-from midepoch.errors import MidepochError
-from midepoch.loader.equal import EqualSteps
+from midepoch.distributed import keyvalue, rendezvous
+from midepoch.errors import MidepochError, WorldError
+from midepoch.loader.collation import Presenter
 from midepoch.loader.options import Options
-from midepoch.loader.phase_sizes import PhaseSizes
-from midepoch.loader.plans import Made
-from midepoch.loader.present import Presenter
+from midepoch.loader.plans import MadeBatch, PhaseSizes
 from midepoch.order import Shard
 from midepoch.pipeline.chunk import Bunches, Items
 from midepoch.pipeline.cursor import Cursor
 from midepoch.pipeline.lanes import Lanes, StepOutputs
+from midepoch.pipeline.plans import StepPlan
 from midepoch.pipeline.rows import Bundles, BundlesHere
 from midepoch.pipeline.spec import PipelineSpec
+from midepoch.state.format import OF_ONE_RANK
+
+_made, _loaders = keyvalue.Counters(), keyvalue.Counters()
+
+_log = logging.getLogger("midepoch")
+
+_SHIFT = 8
+"""Number of loaders that one rank may have created more than another."""
+
+
+def check_equal_steps(plan: StepPlan, options: Options, shard: Shard) -> None:
+    """Raise WorldError, on all ranks before any step, if a rank would have no batch and ``last_batch`` is None."""
+    if options.last_batch is not None or not (left_out := plan.left_out(shard.count)):
+        return
+    rows = shard.count - left_out
+    raise WorldError(
+        f"the last step of epoch {plan.epoch} has {rows} row{'s' * (rows != 1)} left for {shard.count} ranks: those "
+        "without a batch would take one step less, and the others would wait for them. Choose the last batch: "
+        'loader(…, last_batch="drop") omits the last global batch if it is not full, last_batch="pad" fills it with '
+        'marked rows, last_batch="uneven" is for loops in which no rank waits for another.'
+    )
+
+
+class RankConsistencyCheck:
+    """Comparison of this rank's n-th loader with the n-th loader of the other ranks.
+
+    No rank waits: the first one publishes a description of its loader, and the others compare theirs. If one rank
+    creates more loaders than another, the numbers are shifted: a difference is not an error if one of the two ranks has
+    created both loaders. ``group``: name of the processes that train together, empty if all processes do.
+    """
+
+    def __init__(self, shard: Shard, identity: Mapping[str, Any], options: Options, group: str = "") -> None:
+        self._group, self._options, self._rank = group, options, keyvalue.process_rank(shard.index)
+        self._number = _made.next(group)
+        # Loaders created before the ranks were connected are counted separately.
+        self.name = f"{group}/{'' if keyvalue.connected() else 'early '}{self._number}"
+        self._made_as = _digest(_comparable(identity, options))
+        rendezvous.publish(f"made/{self._group}/{self._rank}/{self._number}", self._made_as)
+        self._refused_before = rendezvous.refusal(group)[0]
+        self._loads = self._passes = self._agreements = 0
+
+    def loaded(self) -> None:
+        """Note that a state was loaded, weights were set or steps excluded: what is compared may have changed."""
+        self._loads += 1
+
+    def next_name(self) -> str:
+        """Return a name for the next value that this loader and its counterparts agree on."""
+        self._agreements += 1
+        return f"{self.name}/{self._agreements}"
+
+    def compare(self, spec: PipelineSpec, start: Cursor, *, first: bool) -> None:
+        """Compare what this rank loads and, after the first batch of a pass, also where the pass began."""
+        identity = spec.identity
+        if spec.excluded:
+            identity = {**identity, "excluded rows": crc32(json.dumps(spec.excluded_texts).encode())}
+        if spec.unit == "rows" and start.has_done:
+            identity = {**identity, "excluded positions": crc32(start.lane.done.encode().encode())}
+        if first:
+            self.check_identity(identity)
+            return
+        place = {"epoch": start.epoch}
+        if not any(lane.ended for lane in start.lanes.values()):
+            place["position"] = start.position  # the same on all ranks, unless one of them has nothing left
+        self.check_pass(identity, place)
+
+    def check_identity(self, identity: Mapping[str, Any]) -> None:
+        """Raise WorldError, at the first step, if the first rank to arrive loads different data."""
+        self._check(f"loader/{self.name}/{self._loads}", _comparable(identity, self._options))
+
+    def check_pass(self, identity: Mapping[str, Any], place: Mapping[str, int]) -> None:
+        """Raise WorldError if the first rank to arrive is elsewhere (``epoch``, and ``position`` if known).
+
+        The n-th pass of more than one batch is compared with the n-th of the others. A pass of one batch, a look that
+        possibly only one rank takes, does not count.
+        """
+        self._check(f"pass/{self.name}/{self._passes + 1}", {**_comparable(identity, self._options), **place})
+        self._passes += 1
+
+    def _check(self, key: str, description: dict[str, Any]) -> None:
+        try:
+            self.check_refusal()
+            published = rendezvous.first_value(key, json.dumps([self._rank, self._made_as, description]))
+            if published is None:
+                return
+            rank, made_as, received = json.loads(published)
+            difference = rendezvous.differences({rank: received, self._rank: description})
+            if not difference or self._is_shifted(rank, made_as):
+                return
+        except RuntimeError as problem:
+            _log.debug("ranks cannot be compared: %s", problem)  # the process that keeps the store may have exited
+            return
+        text = (
+            f"the ranks do not load the same data: {difference}, in loader number {self._number} of each rank. Create "
+            "the same datasets and loaders in the same order on all ranks, begin as many passes on each, and load the "
+            "same state (saved by any rank). Create a loader for one rank only with rank=0, world_size=1."
+        )
+        rendezvous.refuse(self._group, text)
+        raise WorldError(text)
+
+    def check_refusal(self) -> None:
+        """Raise WorldError if another rank has refused to continue since this loader was created."""
+        token, reason = rendezvous.refusal(self._group)
+        if token and token != self._refused_before:
+            raise WorldError(reason)
+
+    def _is_shifted(self, rank: int, made_as: str) -> bool:
+        """Return True if one of the two ranks has created both loaders: then their numbers are shifted."""
+        if made_as == self._made_as:
+            return False
+        return made_as in self._all_made(self._rank) or self._made_as in self._all_made(rank)
+
+    def _all_made(self, rank: int) -> set[str | None]:
+        """Return the loaders that a rank has created with a number close to this one."""
+        numbers = range(max(1, self._number - _SHIFT), self._number + _SHIFT + 1)
+        return {rendezvous.value_of(f"made/{self._group}/{rank}/{number}") for number in numbers}
+
+
+def _comparable(identity: Mapping[str, Any], options: Options) -> dict[str, Any]:
+    """Return the fields that must be equal on all ranks."""
+    shared = {name: value for name, value in identity.items() if name not in OF_ONE_RANK}
+    sizes = {} if options.sizes is None else {"batch sizes": options.sizes.text}
+    budget = {} if options.budget is None else {"batches": options.budget.text}
+    return {**shared, "last_batch": options.last_batch, "batch size": options.batch_size, **sizes, **budget}
+
+
+def _digest(comparable: Mapping[str, Any]) -> str:
+    return hashlib.blake2b(json.dumps(comparable, sort_keys=True).encode(), digest_size=12).hexdigest()
+
+
+class EqualSteps:
+    """Agreement on the number of next steps for which every rank has a batch, for ranks with lanes of their own.
+
+    Ranks wait for each other here, but only once in up to 32 steps. ``check`` raises if a rank has refused to continue.
+    """
+
+    _MOST = 32
+
+    def __init__(self, shard: Shard, description: Mapping[str, Any], group: str, check: Callable[[], None]) -> None:
+        self._shard, self._description, self._group = shard, description, group
+        self._check, self._name = check, ""
+        self._passes = self._rounds = self.ahead = 0
+        self._published = ""
+
+    def begin(self) -> None:
+        """Begin a pass, as all other ranks do."""
+        if not self._name:
+            key = f"{self._group}/{self._shard.count}/{_digest(self._description)}"
+            self._name = f"{key}/{_loaders.next(key)}"
+        self._passes, self._rounds, self.ahead = self._passes + 1, 0, 1
+
+    def agree(self, steps: int) -> list[int]:
+        """Return the number of the next ``ahead`` steps that each rank has; this rank has ``steps``.
+
+        Raise WorldError if a rank does not arrive.
+        """
+        self._rounds, self.ahead = self._rounds + 1, min(2 * self.ahead, self._MOST)
+        shard = self._shard
+        key = f"steps/{self._name}/{self._passes}/{self._rounds}"
+        waits = rendezvous.Waits(self._group, shard.index, shard.count, dict(self._description), self._check)
+        values = rendezvous.all_values(key, str(steps), waits)
+        if self._published:  # every rank that has published the new value has received the previous one
+            rendezvous.withdraw(self._published, shard.index)
+        self._published = key
+        return [int(value) for value in values]
 
 
 class LaneSteps:
@@ -123,7 +291,7 @@ class LaneBatches:
         """The cursor at the end of the epoch. Outputs that are left in the lanes are omitted."""
         return self._lanes.cursor().at_end()._replace(steps=self._delivered_steps)
 
-    def next(self) -> Made | None:
+    def next(self) -> MadeBatch | None:
         """Return the next batch and the cursor after it, or None at the end."""
         while (deal := self._measured_step() if self._measures else self._steps.next()) is not None:
             self.begun = True
@@ -132,7 +300,7 @@ class LaneBatches:
             if deal is LaneSteps.PADDING:
                 # This rank has reached its end, and others have not.
                 value, traced = self._presenter.padding(self._something(), self._epoch)
-                return Made(value, self.end, traced=traced)
+                return MadeBatch(value, self.end, traced=traced)
             rows = deal.items.row_count if isinstance(deal.items, Bunches) else len(deal.items)
             if len(deal.items):
                 self._last = deal.items
@@ -145,7 +313,7 @@ class LaneBatches:
             if self.packed != self._counted:
                 self._count_packed()
             before, self._skipped = self._skipped, self._count_skipped()
-            return Made(value, deal, rows, self._skipped - before, traced=traced)
+            return MadeBatch(value, deal, rows, self._skipped - before, traced=traced)
         return None
 
     def _measured_step(self) -> Any:

@@ -5,18 +5,18 @@ from __future__ import annotations
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from midepoch.audit.leases import RETURNED, LeaseSteps
+from midepoch.audit.records import RETURNED, LeaseSteps
 from midepoch.errors import MidepochError
 from midepoch.loader import state as states
-from midepoch.loader.lease_state import RemainingSteps, lane_cursor
 from midepoch.loader.leases import MOST_NOTED, Lease, Tracker, Waiting
 from midepoch.loader.options import check_continues
 from midepoch.loader.passes import Pass
+from midepoch.loader.plans import RemainingSteps, lane_cursor
 from midepoch.loader.state import Kind, Start
 from midepoch.order.intervals import EMPTY, Intervals
 from midepoch.pipeline.cursor import Cursor, LaneCursor
 from midepoch.pipeline.lanes import Share
-from midepoch.pipeline.open import start as start_of
+from midepoch.pipeline.reach import start as start_of
 
 if TYPE_CHECKING:
     from midepoch.loader.loader import Loader

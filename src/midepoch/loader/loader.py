@@ -17,31 +17,30 @@ from midepoch._internal.checks import integer
 from midepoch._internal.hints import hinted_methods, no_attribute
 from midepoch._internal.progress import Bar
 from midepoch._internal.resumable import Resumable
-from midepoch.audit.leases import LeaseSteps
 from midepoch.audit.ledger import Ledger
+from midepoch.audit.records import LeaseSteps
 from midepoch.distributed import rendezvous
 from midepoch.errors import WorldError
 from midepoch.loader import counting, edits
 from midepoch.loader import state as runs
-from midepoch.loader.equal import EqualSteps, RankConsistencyCheck
 from midepoch.loader.feeds import Feed, Feeds
 from midepoch.loader.habits import ATTRIBUTES, HINTED, HINTS
+from midepoch.loader.lanes import EqualSteps, RankConsistencyCheck
 from midepoch.loader.leases import Lease, LeaseBook
 from midepoch.loader.leasing import LeaseItems, end_leases
 from midepoch.loader.meter import Meter
 from midepoch.loader.options import Options, SingleRow
-from midepoch.loader.passes import Pass
+from midepoch.loader.passes import Pass, StepsPass
 from midepoch.loader.plans import make_plan
 from midepoch.loader.provenance import source_names
 from midepoch.loader.state import Start
-from midepoch.loader.stretches import Stretch
 from midepoch.order import Shard
 from midepoch.order.schedule import shares
 from midepoch.pipeline.cursor import Cursor
 from midepoch.pipeline.plans import StepPlan
 from midepoch.pipeline.spec import PipelineSpec
 from midepoch.state import saved as states
-from midepoch.state.learned import phase_at, with_weights
+from midepoch.state.changing import phase_at, with_weights
 from midepoch.stats import Hook, Stats
 
 if TYPE_CHECKING:
@@ -482,7 +481,7 @@ class Loader(Resumable):
     # Iteration
 
     def __iter__(self) -> Iterator[Any]:
-        return Stretch(self) if self._options.steps_per_epoch else self._begin_pass()
+        return StepsPass(self) if self._options.steps_per_epoch else self._begin_pass()
 
     def _begin_pass(self, start: Start | None = None) -> Pass:
         """Begin a pass. ``start``: where leases that were left are continued."""

@@ -14,15 +14,14 @@ from midepoch.distributed.seeds import check_agreed
 from midepoch.distributed.world import find_world, groups_of
 from midepoch.errors import WorldError
 from midepoch.loader.batching import Batched, Batching
-from midepoch.loader.combining import meaningless
-from midepoch.loader.equal import EqualSteps, RankConsistencyCheck
+from midepoch.loader.lanes import EqualSteps, RankConsistencyCheck
 from midepoch.loader.loader import Loader
 from midepoch.loader.movers import check_device
-from midepoch.loader.options import PADDING, Options, SingleRow, ahead_for, check_drop, last_batch_of
+from midepoch.loader.options import PADDING, Options, SingleRow, ahead_for, check_drop, last_batch_of, meaningless
 from midepoch.loader.provenance import provenance_of
 from midepoch.order import Shard
+from midepoch.order.budget import BatchSizes
 from midepoch.order.schedule import Schedule
-from midepoch.order.sizes import BatchSizes
 from midepoch.pipeline.cursor import Cursor
 from midepoch.pipeline.lanes import Share
 from midepoch.pipeline.spec import PipelineSpec

@@ -6,21 +6,101 @@ The clock of a pass starts with its first batch, so that the start of workers do
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping, Sized
 from time import perf_counter
 from typing import Any
 
+from midepoch._internal.processes import cores
 from midepoch._internal.timings import Timings
-from midepoch.audit.figures import Figures
-from midepoch.loader.advice import remedy
-from midepoch.loader.tokens import token_counts
+from midepoch.audit.records import Figures
 from midepoch.stats import Hook, Stats
 
+_WORK = {"functions": "running your functions", "present": "assembling batches", "read": "reading"}
+
+_WITH_WORKERS = {
+    "functions": "map(…, batched=True) processes many rows in one call; or run them once, before training.",
+    "present": "a collate_fn that takes columns (collate_columns=True) has less to do, and so do numbers instead of "
+    "objects.",
+    "read": "select_columns() reads less, and shuffle(scope='window') reads in larger pieces.",
+}
+
+_MISSED = 0.9
+
+
+def remedy(stats: Stats, workers: int) -> str:
+    """Return the advice for a loader with ``workers`` workers."""
+    most = max(stats.stages, key=lambda name: stats.stages[name])
+    hits, spare = stats.cache_hits, cores() - 1
+    if most == "read" and hits is not None and hits < _MISSED:
+        advice = (
+            f"{100 * (1 - hits):.0f} % of the blocks had to be fetched or decoded when they were needed: increase "
+            "cache_bytes, or use shuffle(scope='window') with fewer blocks per window."
+        )
+    elif workers < max(1, spare):
+        advice = f"Most of the work is {_WORK[most]}: use num_workers={max(1, spare)} instead of {workers}."
+    else:
+        advice = f"Most of the work is {_WORK[most]}: {_WITH_WORKERS[most]}"
+    return f"{advice} See loader.stats() for the numbers; `midepoch bench` measures other settings."
+
+
+_COLUMNS = ("input_ids", "tokens", "token_ids")
+
+_MASK = "attention_mask"
+
+_SAMPLE = 8
+"""Rows of a mask that are summed: 64 rows of 2,048 places would take 60 µs."""
+
+
+def token_counts(batch: Any) -> tuple[float, float | None] | None:
+    """Return the places for tokens in a batch, and the tokens without padding, or None for what is not known.
+
+    Padding is known from an attention mask in the memory of the CPU. Lists of different lengths have none.
+    """
+    if not isinstance(batch, Mapping):
+        return None
+    column = next((batch[name] for name in _COLUMNS if name in batch), None)
+    shape = getattr(column, "shape", None)
+    if shape is not None and len(shape) == 2:
+        slots = float(shape[0] * shape[1])
+        share = _share(batch.get(_MASK), tuple(shape)) if _MASK in batch else None
+        return slots, None if share is None else slots * share
+    if shape is not None and len(shape) == 1 and "cu_seqlens" in batch:  # one row after the other
+        ends = batch["cu_seqlens"]
+        return float(shape[0]), float(ends[-1]) if len(ends) and _is_here(ends) else None
+    if isinstance(column, (list, tuple)) and column and all(_is_row(row) for row in column[:_SAMPLE]):
+        sample = column[:: max(1, len(column) // _SAMPLE)]
+        slots = sum(map(len, sample)) * len(column) / len(sample)
+        return slots, slots
+    return None
+
+
+def _is_row(row: Any) -> bool:
+    return isinstance(row, Sized) and not isinstance(row, (str, bytes, Mapping)) and getattr(row, "ndim", 1) == 1
+
+
+def _share(mask: Any, shape: tuple[int, ...]) -> float | None:
+    """Return the share of a mask that is set. None if it is elsewhere: reading it would wait for the device."""
+    if tuple(getattr(mask, "shape", ())) != shape or not all(shape) or not _is_here(mask):
+        return None
+    sample = mask[:: max(1, shape[0] // _SAMPLE)]
+    return float((sample != 0).sum()) / (len(sample) * shape[1])
+
+
+def _is_here(array: Any) -> bool:
+    device = getattr(array, "device", None)
+    return device is None or str(getattr(device, "type", device)) == "cpu"
+
+
 _log = logging.getLogger("midepoch")
+
 _LOOK_SECONDS = 0.25
+
 _PATIENCE = 20.0
 """Seconds of a run before a warning that the model waits."""
+
 _TOO_LONG = 0.2
 """Share of the time: a model that waits longer gets a warning."""
+
 _NO_MODEL = 0.05
 """Share of the time: a loop that takes less between two batches does not train."""
 

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 from midepoch._internal.resumable import Resumable
 from midepoch._internal.threads import silent_at_exit
-from midepoch.audit.leases import LeaseSteps
+from midepoch.audit.records import LeaseSteps
 from midepoch.errors import MidepochError
 from midepoch.loader import state as states
-from midepoch.loader.callers import warn_of_lightning
+from midepoch.loader.habits import warn_of_lightning
 from midepoch.loader.options import check_continues
-from midepoch.loader.plans import Made
+from midepoch.loader.plans import MadeBatch
 from midepoch.loader.state import Start
 from midepoch.pipeline.cursor import Cursor
 from midepoch.transforms import finish
@@ -23,6 +23,46 @@ from midepoch.transforms.formats import prepare
 if TYPE_CHECKING:
     from midepoch.loader.feeds import Feed
     from midepoch.loader.loader import Loader
+
+
+class StepsPass(Resumable):
+    """Iterator over the steps of a run up to the next multiple of ``steps_per_epoch``, across epochs of the data."""
+
+    def __init__(self, loader: Loader) -> None:
+        self._loader, self._load = loader, loader._breaks
+        self._stop = self._next_stop()
+
+    def _next_stop(self) -> int:
+        size = self._loader.options.steps_per_epoch
+        return (self._loader.steps // size + 1) * size
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of the loader, after the last batch delivered."""
+        return self._loader.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load a state into the loader, and continue there with this iterator."""
+        self._loader.load_state_dict(state)
+        self._load, self._stop = self._loader._breaks, self._next_stop()
+
+    def __iter__(self) -> StepsPass:
+        return self
+
+    def __length_hint__(self) -> int:
+        return max(0, self._stop - self._loader.steps)
+
+    def __next__(self) -> Any:
+        loader = self._loader
+        check_continues(None, self._load != loader._breaks)
+        if loader.steps >= self._stop:
+            raise StopIteration
+        for value in loader._pass_over_data():
+            return value
+        if loader.steps >= self._stop:  # the last step of the epoch had no batch for this rank
+            raise StopIteration
+        for value in loader._pass_over_data(next_epoch=True):
+            return value
+        raise MidepochError("an epoch of the data has no batch. Check that its filters keep some rows.")
 
 
 class Pass(Resumable):
@@ -125,7 +165,7 @@ class Pass(Resumable):
         self.close()
         raise StopIteration
 
-    def _refuse_to_drift(self, made: Made) -> None:
+    def _refuse_to_drift(self, made: MadeBatch) -> None:
         """Raise MidepochError if this rank skips a batch: it would be one step ahead of the others from then on."""
         shard, plan = self._loader.shard, None if self.feed is None else self.feed.plan
         if shard.count > 1 and made.skipped and plan is not None and self.leased is None:
@@ -135,7 +175,7 @@ class Pass(Resumable):
                 "shuffle by rows."
             )
 
-    def _next(self) -> Made | None:
+    def _next(self) -> MadeBatch | None:
         """Return the next batch, or None at the end of the epoch, when the loader moves to the next."""
         loader = self._loader
         while True:

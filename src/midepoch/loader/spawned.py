@@ -20,7 +20,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle, send_handle
 from typing import Any
 
-from midepoch.iteration.shared import unnamed_file
+from midepoch.iteration.state import unnamed_file
 
 _LARGE = 1 << 20
 """Bytes from which an array is sent in shared memory, once for all workers: the rows of a selection, for example."""
@@ -43,7 +43,7 @@ def quiet_tokenizers() -> Iterator[None]:
 
 
 @dataclass(frozen=True)
-class Packed:
+class PackedWorker:
     """The objects of a worker, pickled. ``needs_main``: the main script has to be imported to unpickle them.
 
     ``arrays``: large arrays, which are not in ``data``.
@@ -113,7 +113,7 @@ def receive(connection: Connection) -> Any:
     return pickle.loads(connection.recv_bytes(), buffers=buffers)
 
 
-def packed(*what: Any) -> Packed:
+def packed(*what: Any) -> PackedWorker:
     """Pickle objects, by value if possible. Raises the errors of pickle."""
     arrays: list[memoryview] = []
 
@@ -128,14 +128,14 @@ def packed(*what: Any) -> Packed:
         import cloudpickle
     except ImportError:
         data = pickle.dumps(what, protocol=5, buffer_callback=is_small)
-        return Packed(data, b"__main__" in data, tuple(arrays))
-    return Packed(cloudpickle.dumps(what, protocol=5, buffer_callback=is_small), False, tuple(arrays))
+        return PackedWorker(data, b"__main__" in data, tuple(arrays))
+    return PackedWorker(cloudpickle.dumps(what, protocol=5, buffer_callback=is_small), False, tuple(arrays))
 
 
 _USUAL = ("torch", "torchvision", "tokenizers", "transformers", "datasets")
 
 
-def preload(context: Any, what: Packed) -> None:
+def preload(context: Any, what: PackedWorker) -> None:
     """Let the server from which workers are forked import what they need, once. It has no effect if it is running.
 
     The server imports the main script unless other modules are set. A choice of the user is kept.
@@ -144,7 +144,7 @@ def preload(context: Any, what: Packed) -> None:
 
     if getattr(_forkserver, "_preload_modules", ["__main__"]) == ["__main__"]:
         used = [name for name in _USUAL if name in sys.modules and name.encode() in what.data]
-        context.set_forkserver_preload(["midepoch.loader.workers", "midepoch.loader.bundles", *used])
+        context.set_forkserver_preload(["midepoch.loader.workers", "midepoch.loader.workers", *used])
 
 
 @contextmanager

@@ -30,7 +30,7 @@ import numpy.typing as npt
 
 from midepoch._internal.imports import loaded
 from midepoch.errors import MidepochError
-from midepoch.iteration.shared import unnamed_file
+from midepoch.iteration.state import unnamed_file
 from midepoch.transforms.formats import Allocate
 
 _log = logging.getLogger("midepoch")

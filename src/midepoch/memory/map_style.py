@@ -16,8 +16,8 @@ from midepoch._internal.imports import loaded
 from midepoch._internal.openers import instead, is_array, opener_of
 from midepoch._internal.progress import Progress
 from midepoch.dataset import Dataset, habits
-from midepoch.dataset.columns import names_of
 from midepoch.dataset.parts import PartWriter
+from midepoch.dataset.steps import names_of
 from midepoch.errors import DataNotFoundError
 from midepoch.memory.stored import dataset_of, folder_for, stored
 from midepoch.transforms.default_collate import ITEMS

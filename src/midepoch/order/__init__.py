@@ -10,22 +10,21 @@ arrays.
 """
 
 from midepoch.order.bijection import Bijection
-from midepoch.order.epoch import EpochOrder, Layout, Order, Uses
-from midepoch.order.selection import Selection
-from midepoch.order.shard import Shard, epoch_end
+from midepoch.order.epoch import BlockUses, EpochOrder, Order, SourceLayout
+from midepoch.order.selection import Selection, Shard, epoch_end
 from midepoch.order.shuffle import SCOPES, Shuffle
 from midepoch.order.weights import Weighted
 
 __all__ = [
     "SCOPES",
     "Bijection",
+    "BlockUses",
     "EpochOrder",
-    "Layout",
     "Order",
     "Selection",
     "Shard",
     "Shuffle",
-    "Uses",
+    "SourceLayout",
     "Weighted",
     "epoch_end",
 ]

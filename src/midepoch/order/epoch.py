@@ -20,7 +20,7 @@ _MOST_DRAWN = 1 << 20
 
 
 @dataclass(frozen=True, eq=False)
-class Layout:
+class SourceLayout:
     """First rows of a source's blocks and files, each array with the total at the end."""
 
     block_starts: Int64Array
@@ -32,7 +32,7 @@ class Layout:
 
 
 @dataclass(frozen=True, eq=False)
-class Uses:
+class BlockUses:
     """Use of blocks by lane: first and last position, sorted by first use.
 
     Lane -1 means all lanes. A block in two lanes is listed twice.
@@ -79,7 +79,7 @@ class Order:
         """True if a row may come more than once an epoch."""
         return isinstance(self.shuffle, Weighted) and self.shuffle.replacement
 
-    def at(self, epoch: int, layout: Layout) -> EpochOrder:
+    def at(self, epoch: int, layout: SourceLayout) -> EpochOrder:
         return EpochOrder(self, epoch, layout)
 
 
@@ -89,7 +89,7 @@ class EpochOrder:
     Draws by weights without replacement sort all rows.
     """
 
-    def __init__(self, order: Order, epoch: int, layout: Layout) -> None:
+    def __init__(self, order: Order, epoch: int, layout: SourceLayout) -> None:
         self._order, self._n, self._layout = order, len(order), layout
         shuffle = order.shuffle
         self._permute: _Permute | None = None
@@ -114,7 +114,7 @@ class EpochOrder:
         size, longer = divmod(self._n, self._order.lanes)
         return lane * size + np.minimum(lane, longer)
 
-    def uses(self) -> Uses:
+    def uses(self) -> BlockUses:
         """Return the positions at which each block is read."""
         if self._drawn is not None and self._n <= _MOST_DRAWN:
             return self._drawn_uses()
@@ -124,7 +124,7 @@ class EpochOrder:
         starts = runs[:-1].copy()
         if isinstance(self._permute, RowShuffle) or self._drawn is not None:
             zeros = np.zeros(len(blocks), dtype=np.int64)
-            return Uses(blocks, zeros, zeros + self._n - 1, zeros - 1)
+            return BlockUses(blocks, zeros, zeros + self._n - 1, zeros - 1)
         if isinstance(self._permute, UnitShuffle):
             files = self._order.selection.boundaries(self._layout.file_starts)
             owner = np.searchsorted(files, starts, side="right") - 1
@@ -138,16 +138,16 @@ class EpochOrder:
             stops = windows[np.searchsorted(windows, stops - 1, side="right")]
         return self._in_lanes(blocks, starts, stops)
 
-    def _drawn_uses(self) -> Uses:
+    def _drawn_uses(self) -> BlockUses:
         """Return the positions at which each block is read, by drawing the entire epoch."""
         rows = self.rows(np.arange(self._n, dtype=np.int64))
         used = np.searchsorted(self._layout.block_starts, rows, side="right") - 1
         blocks, first = np.unique(used, return_index=True)
         last = self._n - 1 - np.unique(used[::-1], return_index=True)[1]
         order = np.argsort(first, kind="stable")
-        return Uses(blocks[order], first[order], last[order], np.full(len(blocks), -1))
+        return BlockUses(blocks[order], first[order], last[order], np.full(len(blocks), -1))
 
-    def _in_lanes(self, blocks: Int64Array, starts: Int64Array, stops: Int64Array) -> Uses:
+    def _in_lanes(self, blocks: Int64Array, starts: Int64Array, stops: Int64Array) -> BlockUses:
         """Convert ranges of the sequence to ranges of positions, one for each lane that they touch."""
         edges = np.append(self.lane_starts, self._n)
         low = np.searchsorted(edges[:-1], starts, side="right") - 1
@@ -160,7 +160,7 @@ class EpochOrder:
         last = np.minimum(stops[which], edges[lane + 1]) - 1 - edges[lane]
         lanes = self._order.lanes
         order = np.argsort(first * lanes + lane, kind="stable")
-        return Uses(blocks[which][order], (first * lanes + lane)[order], (last * lanes + lane)[order], lane[order])
+        return BlockUses(blocks[which][order], (first * lanes + lane)[order], (last * lanes + lane)[order], lane[order])
 
     def sequence(self, positions: Int64Array) -> Int64Array:
         """Map positions to sequence indices: lane ``p mod L``, offset ``p div L``, where lanes are L equal pieces."""

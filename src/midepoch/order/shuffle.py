@@ -9,8 +9,7 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
-from midepoch.order.bijection import Bijection
-from midepoch.order.keys import check_seed, derive
+from midepoch.order.bijection import Bijection, check_seed, derive
 
 Int64Array = npt.NDArray[np.int64]
 

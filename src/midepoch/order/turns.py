@@ -1,17 +1,115 @@
-"""Sources of consecutive draws with constant weights, when the weights of a mix change over a run."""
+"""Sources of the draws of a mix, computed by arithmetic: their turns, their counts, and their order."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
 
-from midepoch.order.bijection import hashed
-from midepoch.order.keys import derive
+from midepoch.order.bijection import derive, hashed
 
 Int64Array = npt.NDArray[np.int64]
+
+_PIECE = 1 << 16
+
+
+def count(turns: Turns, stop: int) -> Int64Array:
+    """Return the number of draws of each source among the draws [0, stop).
+
+    >>> count(Turns((0.75, 0.25), 10, 0, 0, 0, 0), 8).tolist()
+    [6, 2]
+    """
+    size, exact = turns._size
+    spans = (stop if turns.rows is None else min(stop, turns.rows)) // size
+    sources = len(turns.weights)
+    if exact:
+        found: Int64Array = spans * turns._counts(np.array([0]), size)[0]
+    else:
+        found = np.zeros(sources, np.int64)
+        for first in range(0, spans, _PIECE):
+            found += turns._counts(np.arange(first, min(spans, first + _PIECE)), size).sum(axis=0)
+    rest = turns.sources(spans * size, stop)
+    return found + np.bincount(rest, minlength=sources)
+
+
+def draw_of(turns: Turns, source: int, number: int) -> int | None:
+    """Return the draw in which a source occurs for the given time, counted from 0. None if it has fewer draws.
+
+    >>> turns = Turns((0.75, 0.25), 100, 0, 0, 0, 0)
+    >>> turns.sources(0, 100).tolist().index(1) == draw_of(turns, 1, 0)
+    True
+    """
+    if not turns.weights[source]:
+        return None
+    high = number + 1 if turns.rows is None else turns.rows
+    while count(turns, high)[source] <= number:
+        if turns.rows is not None:
+            return None
+        high *= 2
+    low = 0  # among the draws [0, low) it occurs at most ``number`` times, among [0, high) more often
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if count(turns, middle)[source] <= number else (low, middle)
+    return low
+
+
+_LONGEST_SPAN = 10_000
+
+
+def spans(weights: Sequence[float]) -> tuple[int, ...]:
+    """Return the count of each source in a span: the shortest span that matches the weights exactly, or 10,000
+    positions.
+
+    A source of weight 0 has count 0.
+
+    >>> spans([0.5, 0.3, 0.2])
+    (5, 3, 2)
+    """
+    total = sum(weights)
+    shares = np.array([weight / total for weight in weights])
+    least = (shares > 0).astype(np.int64)
+    for size in range(1, _LONGEST_SPAN + 1):
+        counts = shares * size
+        if np.abs(counts - np.rint(counts)).max() < 1e-9 * size and (np.rint(counts) >= least).all():
+            return tuple(int(count) for count in np.rint(counts))
+    counts = np.floor(shares * _LONGEST_SPAN).astype(np.int64)
+    for i in np.argsort(counts - shares * _LONGEST_SPAN, kind="stable")[: _LONGEST_SPAN - int(counts.sum())]:
+        counts[i] += 1
+    if (counts < least).any():
+        raise ValueError(f"expected weights of 0 or at least 1/{_LONGEST_SPAN:,} of the total, got {list(weights)}")
+    return tuple(int(count) for count in counts)
+
+
+@dataclass(frozen=True)
+class MixOrder:
+    """Sources of the positions of one lane in one epoch. ``schedule_version`` counts the changes of the mix."""
+
+    counts: tuple[int, ...]
+    seed: int
+    epoch: int
+    lane: int = 0
+    schedule_version: int = 0
+
+    @cached_property
+    def _key(self) -> np.uint64:
+        word = derive(self.seed, self.epoch, "mix", (self.schedule_version << 32) + self.lane, words=1)[0]
+        return np.uint64(word)
+
+    @cached_property
+    def _labels(self) -> Int64Array:
+        return np.repeat(np.arange(len(self.counts)), self.counts)
+
+    def sources(self, start: int, stop: int) -> Int64Array:
+        """Return the source at each of the positions [start, stop)."""
+        size = len(self._labels)
+        first, last = start // size, -(-stop // size)
+        keys = hashed(np.arange(first * size, last * size), self._key).reshape(-1, size)
+        labels = self._labels[np.argsort(keys, axis=1, kind="stable")].reshape(-1)
+        return labels[start - first * size : stop - first * size]
+
 
 _LONGEST = 1_000
 

@@ -16,8 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from midepoch.order.bijection import hashed
-from midepoch.order.keys import check_seed, derive
+from midepoch.order.bijection import check_seed, derive, hashed
 
 Int64Array = npt.NDArray[np.int64]
 UInt64Array = npt.NDArray[np.uint64]

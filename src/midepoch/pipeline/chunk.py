@@ -96,7 +96,7 @@ class RowRefs:
 
 
 @dataclass(frozen=True)
-class Pieces:
+class MixedRows:
     """Rows of batches whose columns differ in kind: Arrow arrays of one source, lists from a function of another.
 
     They are joined once the rows of a batch are known, so that its types depend on no other row.
@@ -109,17 +109,17 @@ class Pieces:
     def __len__(self) -> int:
         return len(self.places)
 
-    def slice(self, start: int, stop: int) -> Pieces:
+    def slice(self, start: int, stop: int) -> MixedRows:
         return replace(self, which=self.which[start:stop], places=self.places[start:stop])
 
-    def keep(self, places: Int64Array) -> Pieces:
+    def keep(self, places: Int64Array) -> MixedRows:
         return replace(self, which=self.which[places], places=self.places[places])
 
-    def with_ordinals(self, number: int) -> Pieces:
+    def with_ordinals(self, number: int) -> MixedRows:
         """Number the rows as ``Batch.with_ordinals`` does."""
         return replace(self, batches=tuple(batch.with_ordinals(number) for batch in self.batches))
 
-    def changed(self, change: Callable[[Batch], Batch]) -> Pieces:
+    def changed(self, change: Callable[[Batch], Batch]) -> MixedRows:
         """Apply a function that keeps the number of rows to each batch separately."""
         return replace(self, batches=tuple(change(batch) for batch in self.batches))
 
@@ -137,7 +137,7 @@ class Pieces:
 class Bunches:
     """Outputs that are batches of rows each: those of bunch k are ``places[bounds[k]:bounds[k + 1]]`` of ``rows``."""
 
-    rows: Batch | RowRefs | Pieces
+    rows: Batch | RowRefs | MixedRows
     batches: Batches
 
     def __len__(self) -> int:
@@ -160,7 +160,7 @@ class Bunches:
         return int(self.batches.bounds[-1] - self.batches.bounds[0])
 
     @property
-    def chosen(self) -> Batch | RowRefs | Pieces:
+    def chosen(self) -> Batch | RowRefs | MixedRows:
         """The rows of all of them, in their order."""
         places, bounds = self.batches
         return self.rows.keep(places[int(bounds[0]) : int(bounds[-1])])
@@ -171,7 +171,7 @@ class Bunches:
         return chosen if isinstance(chosen, Batch) else chosen.read()
 
 
-Items = Batch | RowRefs | Pieces | Bunches
+Items = Batch | RowRefs | MixedRows | Bunches
 
 
 class Conform(Protocol):
@@ -188,7 +188,7 @@ def joined(parts: Sequence[Items]) -> Items:
         return _joined_bunches([part for part in parts if isinstance(part, Bunches)])
     refs = [part for part in parts if isinstance(part, RowRefs)]
     if len(refs) < len(parts):
-        batches = [part if isinstance(part, (Batch, Pieces)) else part.read() for part in parts]
+        batches = [part if isinstance(part, (Batch, MixedRows)) else part.read() for part in parts]
         plain = [batch for batch in batches if isinstance(batch, Batch)]
         return join(plain) if len(plain) == len(batches) and alike(plain) else _together(batches)
     leaves, rows = (np.concatenate(arrays) for arrays in zip(*((p.leaves, p.rows) for p in refs), strict=True))
@@ -210,11 +210,11 @@ def _joined_bunches(parts: Sequence[Bunches]) -> Bunches:
     return Bunches(rows, Batches(np.arange(bounds[-1]), bounds))
 
 
-def _together(parts: Sequence[Batch | Pieces]) -> Pieces:
+def _together(parts: Sequence[Batch | MixedRows]) -> MixedRows:
     batches: list[Batch] = []
     which, places = [], []
     for part in parts:
-        if isinstance(part, Pieces):
+        if isinstance(part, MixedRows):
             which.append(part.which + len(batches))
             places.append(part.places)
             batches += part.batches
@@ -222,7 +222,7 @@ def _together(parts: Sequence[Batch | Pieces]) -> Pieces:
             which.append(np.full(len(part), len(batches)))
             places.append(np.arange(len(part)))
             batches.append(part)
-    return Pieces(tuple(batches), np.concatenate(which), np.concatenate(places))
+    return MixedRows(tuple(batches), np.concatenate(which), np.concatenate(places))
 
 
 def _join_located(parts: Sequence[dict[str, Located] | None]) -> dict[str, Located] | None:
@@ -240,7 +240,7 @@ def bytes_in(items: Items) -> int:
         return bytes_in(items.rows)
     if isinstance(items, RowRefs):
         return 0
-    return sum(batch.nbytes for batch in (items.batches if isinstance(items, Pieces) else (items,)))
+    return sum(batch.nbytes for batch in (items.batches if isinstance(items, MixedRows) else (items,)))
 
 
 def materialize(items: Items) -> Batch:

@@ -16,9 +16,9 @@ import pyarrow as pa
 
 from midepoch._internal.timings import Timings
 from midepoch.errors import CorruptBlockError
-from midepoch.order import EpochOrder, Uses
+from midepoch.order import BlockUses, EpochOrder
 from midepoch.pipeline.leaf import Leaf
-from midepoch.read import MIN_RUN, Reader, Rows
+from midepoch.read import MIN_RUN, Reader, ReadRows
 from midepoch.read.columns import Located, is_plain
 from midepoch.sources.taking import taken
 from midepoch.transforms import (
@@ -122,13 +122,13 @@ class Engine:
             order = self.order(epoch)
             self._open_reader().expect(epoch, position, lambda: self._uses(order))
 
-    def _uses(self, order: EpochOrder) -> tuple[Uses, Uses]:
+    def _uses(self, order: EpochOrder) -> tuple[BlockUses, BlockUses]:
         """Return the uses of blocks by this shard (by its own lanes, if it has any to itself), and by all shards."""
         uses, shard = order.uses(), self.leaf.shard
         if self.leaf.order.lanes % shard.count:
             return uses, uses
         own = (uses.lane % shard.count == shard.index) | (uses.lane < 0)
-        return Uses(uses.blocks[own], uses.first[own], uses.last[own], uses.lane[own]), uses
+        return BlockUses(uses.blocks[own], uses.first[own], uses.last[own], uses.lane[own]), uses
 
     def passing(self, chosen: Int64Array) -> Int64Array | None:
         """Return the places of the rows that pass an expression that is the first function.
@@ -224,7 +224,7 @@ class Engine:
         """Read rows, before any step."""
         return self._batch(self._open_reader().read(self._source_rows(chosen)), chosen)
 
-    def _batch(self, rows: Rows, chosen: Int64Array) -> Batch:
+    def _batch(self, rows: ReadRows, chosen: Int64Array) -> Batch:
         leaf = self.leaf
         places = np.arange(len(chosen)) if rows.kept is None else np.flatnonzero(rows.kept)
         if leaf.on_error == "skip":
@@ -235,12 +235,12 @@ class Engine:
         kept = chosen if rows.kept is None else chosen[places]
         return Batch(columns, self.row_numbers(kept), places, rows.owned, self._nullable, self.draws(kept))
 
-    def _encoded(self, found: Rows) -> dict[str, Encoded]:
+    def _encoded(self, found: ReadRows) -> dict[str, Encoded]:
         """Return the columns that ``datasets`` has to decode."""
         schema, head = self.leaf.source.schema, self.leaf.head
         return {n: Encoded(head[n], found.batch.column(self._names.index(n)), schema) for n in self._decoded}
 
-    def _only_readable(self, rows: Rows, places: Int64Array) -> tuple[Rows, Int64Array]:
+    def _only_readable(self, rows: ReadRows, places: Int64Array) -> tuple[ReadRows, Int64Array]:
         """Drop rows whose text is not UTF-8 or that do not decode: a readable block may contain such bytes.
 
         Called only under on_error="skip", and row by row, because it decodes everything a second time.
@@ -259,7 +259,7 @@ class Engine:
         _log.warning("skipped %d rows that cannot be read or decoded", rows.batch.num_rows - len(good))
         kept = np.zeros(0, dtype=bool)  # not None: some rows are missing
         columns = [taken(column, np.array(good, dtype=np.int64)) for column in rows.batch.columns]
-        return Rows(pa.RecordBatch.from_arrays(columns, schema=rows.batch.schema), True, kept), places[good]
+        return ReadRows(pa.RecordBatch.from_arrays(columns, schema=rows.batch.schema), True, kept), places[good]
 
     def transform(
         self, epoch: int, batch: Batch, *, after: int = 0, steps: int | None = None, collect: Allocate | None = None

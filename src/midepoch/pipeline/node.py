@@ -3,21 +3,171 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from midepoch.order import Weighted
 from midepoch.order.budget import Budget
-from midepoch.order.mixing import spans
+from midepoch.order.intervals import EMPTY, Intervals
 from midepoch.order.schedule import Schedule
-from midepoch.pipeline.leaf import Leaf, arguments_text, columns_after
+from midepoch.order.turns import spans
+from midepoch.pipeline.leaf import Leaf, arguments_text, columns_after, group_of, is_one_to_one, text_of
 from midepoch.pipeline.schema import Known, Schema, known_of, schema_of
-from midepoch.pipeline.stage_specs import Buckets, Local, Rebatch, Slice, StageSpec, Window, skips
 from midepoch.transforms import Cast, ColumnStep, Decode, Function, Map, Step
 from midepoch.transforms.packing import PackSpec
+
+
+@dataclass(frozen=True, eq=False)
+class Local:
+    """Steps after a stage, over groups of its outputs."""
+
+    steps: tuple[Step, ...]
+
+    @property
+    def size(self) -> int:
+        """The number of outputs in a group."""
+        return group_of(self.steps) or 1
+
+    @property
+    def grouped(self) -> bool:
+        """True if the result depends on which outputs are in a group."""
+        return group_of(self.steps) is not None
+
+    @property
+    def keeps_rows(self) -> bool:
+        """True if every output becomes exactly one, independently of others: then the stage needs no cursor."""
+        return not self.grouped and all(is_one_to_one(step) and not skips(step) for step in self.steps)
+
+    @property
+    def text(self) -> str:
+        return text_of(self.steps)
+
+
+@dataclass(frozen=True)
+class Rebatch:
+    """Groups of outputs as one row each."""
+
+    size: int
+    drop_last: bool = False
+
+    @property
+    def text(self) -> str:
+        return f"batch[{self.size}{' drop' * self.drop_last}]"
+
+
+@dataclass(frozen=True)
+class Window:
+    """Outputs shuffled within windows of ``size``."""
+
+    size: int
+    seed: int
+
+    @property
+    def text(self) -> str:
+        return f"shuffle[{self.size} seed={self.seed}]"
+
+
+@dataclass(frozen=True)
+class Slice:
+    """Outputs number ``start`` to ``stop`` of every epoch, or to its end if ``stop`` is None: take or skip."""
+
+    start: int = 0
+    stop: int | None = None
+
+    def count_of(self, outputs: float | None) -> int:
+        """Return the number of outputs left of ``outputs``, or of an unlimited number if that is None."""
+        if outputs is None or (self.stop is not None and self.stop < outputs):
+            assert self.stop is not None
+            outputs = self.stop
+        return max(0, round(outputs) - self.start)
+
+    @property
+    def text(self) -> str:
+        return f"skip[{self.start}]" if self.stop is None else f"take[{self.stop}]"
+
+
+HIDDEN = "__midepoch_length__"
+"""The column with the result of a function of the user that counts tokens. It is removed with the stage."""
+
+DELIVERED_BITS = 24
+"""Bits of the number of delivered batches of a window, in its cursor. A checksum is above them."""
+
+
+@dataclass(frozen=True)
+class Buckets:
+    """Batches by a budget of tokens, of the outputs in a window. Only a loader adds it, as the last stage.
+
+    ``column``: its lengths count, or its numbers if they are ``given``.
+    ``shuffled``: batches of a window are shuffled, else the longest rows come first.
+    """
+
+    budget: Budget
+    column: str
+    given: bool = False
+    shuffled: bool = True
+
+    @property
+    def size(self) -> int:
+        """The number of outputs in a group."""
+        return self.budget.window
+
+    @property
+    def text(self) -> str:
+        return ""  # the budget may change between windows: a state has it beside the cursor
+
+
+StageSpec = Local | Rebatch | Window | Slice | PackSpec | Buckets
+
+
+def skips(step: Step) -> bool:
+    """Return True if a step drops rows on which it fails."""
+    return getattr(step, "on_error", "raise") == "skip"
+
+
+Excluded = tuple[Intervals, ...]
+"""For each source its rows before the shuffle, or nothing at all if there are none."""
+
+
+def source_names(node: Node) -> tuple[str, ...]:
+    """Return the names of the sources, if a mix of single sources gave them some."""
+    base = node.base
+    named = isinstance(base, Mix) and all(len(part.leaves) == 1 for part in base.parts)
+    return base.names if isinstance(base, Mix) and named else ()
+
+
+def rows_by_source(rows: Any, leaves: Sequence[Leaf], names: Sequence[str]) -> Excluded:
+    """Return rows that the user gave. Raise TypeError or ValueError if there are no such rows."""
+    if not isinstance(rows, Mapping):
+        if len(leaves) > 1:
+            raise TypeError(
+                f"exclude(rows=…): with {len(leaves)} sources, pass a dict of rows by the name or number of the source "
+                f"({', '.join(names) or f'0 to {len(leaves) - 1}'})."
+            )
+        rows = {0: rows}
+    found = [EMPTY] * len(leaves)
+    for source, given in rows.items():
+        number = names.index(source) if source in names else source
+        if isinstance(number, bool) or not isinstance(number, int) or not 0 <= number < len(leaves):
+            known = ", ".join([*map(repr, names)] or [f"0 to {len(leaves) - 1}"])
+            raise ValueError(f"exclude(rows=…): there is no source {source!r}. There are: {known}.")
+        found[number] = found[number].union(_rows(given, len(leaves[number].order.selection)))
+    return tuple(found)
+
+
+def _rows(given: Any, count: int) -> Intervals:
+    numbers = given if isinstance(given, range) else np.asarray(given if hasattr(given, "dtype") else list(given))
+    if not isinstance(numbers, range) and (numbers.ndim != 1 or (numbers.dtype.kind not in "iu" and len(numbers))):
+        raise TypeError(f"exclude(rows=…) takes numbers of rows, got {given!r:.60}")
+    if len(numbers) and not 0 <= min(numbers) <= max(numbers) < count:
+        bad = min(numbers) if min(numbers) < 0 else max(numbers)
+        raise ValueError(f"exclude(rows=…): there is no row {bad}: the dataset has {count:,} rows.")
+    return Intervals.from_positions(numbers)
+
 
 STOPS = ("first", "all", "never")
 

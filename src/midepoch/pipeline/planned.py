@@ -17,10 +17,10 @@ import numpy as np
 import numpy.typing as npt
 
 from midepoch.errors import CheckpointMismatchError, ColumnError
-from midepoch.order import EpochOrder, Layout, Order
+from midepoch.order import EpochOrder, Order, SourceLayout
+from midepoch.order.bijection import derive
 from midepoch.order.budget import Batches, Budget, TooLongError, in_words
 from midepoch.order.intervals import EMPTY, Intervals
-from midepoch.order.keys import derive
 from midepoch.pipeline.cursor import LaneCursor, WindowAt
 
 Int64Array = npt.NDArray[np.int64]
@@ -79,7 +79,7 @@ class Planning:
         return max(1, int(self.budget.tokens / max(1.0, self.mean)))
 
 
-class Window(NamedTuple):
+class PlannedWindow(NamedTuple):
     """The batches of a window, in the order of delivery.
 
     ``before``, ``after``: batches of the epoch before its first one, and up to its end. ``positions``: of the epoch,
@@ -103,7 +103,13 @@ class PlannedEpoch:
     """
 
     def __init__(
-        self, order: Order, layout: Layout, planning: Planning, epoch: int, at: WindowAt, excluded: Intervals = EMPTY
+        self,
+        order: Order,
+        layout: SourceLayout,
+        planning: Planning,
+        epoch: int,
+        at: WindowAt,
+        excluded: Intervals = EMPTY,
     ) -> None:
         self._lock = threading.RLock()
         self._order, self._layout, self.planning, self.epoch = order, layout, planning, epoch
@@ -112,12 +118,12 @@ class PlannedEpoch:
         self.excluded = excluded
         self._left_out = at.rows.done.union(excluded)
         self._found: list[tuple[int, int]] = [(at.first, at.rows.taken)]  # windows: batches before, and first position
-        self._kept: OrderedDict[int, Window] = OrderedDict()
-        self._recent: Window | None = None  # most calls are for the same window: 0.5 µs, and 2 µs without
+        self._kept: OrderedDict[int, PlannedWindow] = OrderedDict()
+        self._recent: PlannedWindow | None = None  # most calls are for the same window: 0.5 µs, and 2 µs without
         self.total: int | None = at.first if at.rows.taken >= self._rows else None
         """Batches of the epoch, once all windows are planned."""
 
-    def window_of(self, batch: int) -> Window | None:
+    def window_of(self, batch: int) -> PlannedWindow | None:
         """Return the window of a batch, or None if the epoch has fewer."""
         recent = self._recent
         if recent is not None and recent.before <= batch < recent.after:
@@ -215,7 +221,7 @@ class PlannedEpoch:
         window = self._window(number)
         return window.stop - (window.bounds[-1] - window.bounds[batches - first])
 
-    def _window(self, number: int) -> Window:
+    def _window(self, number: int) -> PlannedWindow:
         if number in self._kept:
             return self._kept[number]
         first, start = self._found[number]
@@ -231,7 +237,7 @@ class PlannedEpoch:
             self._found.append((window.after, window.stop))
         return window
 
-    def _planned(self, first: int, start: int) -> Window:
+    def _planned(self, first: int, start: int) -> PlannedWindow:
         planning, budget = self.planning, self.planning.budget
         stop = start + budget.window
         if self._rows - stop < budget.window // 2:  # the last window may be longer, so that none is very short
@@ -249,7 +255,9 @@ class PlannedEpoch:
             raise too_long(problem.length, budget, f"row {int(chosen[problem.place])} of the dataset") from None
         positions, rows = places[batches.places] + start, chosen[batches.places]
         checksum = Batches(places[batches.places], batches.bounds).checksum
-        return Window(first, first + len(batches), start, stop, positions, rows, batches.bounds.tolist(), checksum)
+        return PlannedWindow(
+            first, first + len(batches), start, stop, positions, rows, batches.bounds.tolist(), checksum
+        )
 
     def _epoch_order(self) -> EpochOrder:
         if self._at_epoch is None:

@@ -17,9 +17,8 @@ import numpy.typing as npt
 from midepoch._internal.progress import shown
 from midepoch.errors import WorldError
 from midepoch.order import Shard, epoch_end
-from midepoch.order.budget import dealt
+from midepoch.order.budget import BatchSizes, dealt
 from midepoch.order.intervals import EMPTY, Intervals
-from midepoch.order.sizes import BatchSizes
 from midepoch.pipeline.cursor import Cursor, LaneCursor
 from midepoch.pipeline.lanes import StepOutputs
 from midepoch.pipeline.leaf import Leaf

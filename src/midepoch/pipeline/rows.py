@@ -8,26 +8,86 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
 import numpy as np
+import numpy.typing as npt
 
 from midepoch._internal.timings import Timings
 from midepoch.errors import DataChangedError, FetchError
 from midepoch.order import Shard
 from midepoch.order.intervals import EMPTY, Intervals
-from midepoch.pipeline.chunk import Chunk, Int64Array, RowRefs
+from midepoch.pipeline.chunk import Chunk, RowRefs
 from midepoch.pipeline.cursor import At, RowAt
 from midepoch.pipeline.engine import Engine
 from midepoch.pipeline.leaf import Leaf
 from midepoch.transforms import Batch, FilterExpression, FilterRows, join
 from midepoch.transforms.map import DifferentColumnsError
 
+Int64Array = npt.NDArray[np.int64]
+
+
+class GroupedRows:
+    """The outputs at positions of one epoch. Read in ascending order: one bundle of each sequence is kept."""
+
+    def __init__(self, bundles: Bundles, epoch: int, groups: int) -> None:
+        self._bundles, self._epoch, self._groups = bundles, epoch, groups
+        leaf = bundles.engines[0].leaf
+        self._rows, self._size = leaf.rows, bundle_unit(leaf)
+        self._kept: dict[int, tuple[int, int, Batch]] = {}  # by sequence: first row, the row after the last, outputs
+
+    def read(self, positions: Int64Array) -> Batch:
+        """Return the outputs at positions, in their order. ``places`` are indices into ``positions``."""
+        sequences, numbers = positions % self._groups, positions // self._groups
+        parts: list[Batch] = []
+        for sequence in np.unique(sequences).tolist():
+            places = np.flatnonzero(sequences == sequence)
+            parts += self._of(Shard(sequence, self._groups), numbers[places], places)
+        outputs = parts[0] if len(parts) == 1 else join(parts)
+        order = np.argsort(outputs.places, kind="stable")
+        return outputs if (order[1:] > order[:-1]).all() else outputs.keep(order)
+
+    def _of(self, lane: Shard, numbers: Int64Array, places: Int64Array) -> list[Batch]:
+        order = np.argsort(numbers, kind="stable")
+        numbers, places = numbers[order], places[order]
+        parts: list[Batch] = []
+        done = 0
+        while done < len(numbers):
+            first, stop, made = self._covering(lane, int(numbers[done]))
+            end = int(np.searchsorted(numbers, stop))
+            wanted = numbers[done:end] - first
+            at = np.searchsorted(made.places, wanted)
+            there = at < len(made)
+            there[there] = made.places[at[there]] == wanted[there]
+            at, of = at[there], places[done:end][there]
+            together = len(at) > 0 and int(at[-1]) - int(at[0]) == len(at) - 1 and bool((at[1:] > at[:-1]).all())
+            chosen = made.slice(int(at[0]), int(at[-1]) + 1) if together else made.keep(at)
+            parts.append(replace(chosen, places=of))
+            done = end
+        return parts
+
+    def _covering(self, lane: Shard, number: int) -> tuple[int, int, Batch]:
+        """Return the bundle that contains a row of a sequence. Bundles begin at fixed rows, unless one was shorter."""
+        kept = self._kept.get(lane.index)
+        while kept is None or not kept[0] <= number < kept[1]:
+            follows = kept is not None and kept[1] <= number < kept[1] - kept[1] % self._size + self._size
+            first = kept[1] if kept is not None and follows else number - number % self._size
+            stop, made = self._bundles.take(0, self._epoch, lane, first, lane.before(self._rows))
+            kept = self._kept[lane.index] = (first, stop, made)
+        return kept
+
+
 _FIRST = 32
+
 _BUNDLE_BYTES = 1 << 20
+
 _MADE_BYTES = 4 << 20
 """Maximum bytes of the outputs of a bundle: functions may turn a few rows into much data."""
+
 _QUICK, _SLOW = 0.06, 0.3
 """Seconds: bundles that take less than the first grow, those that take more than the second shrink."""
+
 _REFS = 4096
+
 _FILTERED = 1 << 17
+
 _NOT_OF_A_ROW = (FetchError, DataChangedError, DifferentColumnsError, OSError, MemoryError, ImportError)
 """Errors that a smaller bundle would not avoid, and that may take long to occur again."""
 
@@ -43,7 +103,7 @@ class Bundle(NamedTuple):
     excluded: Intervals = EMPTY
 
 
-class Made(NamedTuple):
+class MadeRows(NamedTuple):
     """The outputs of a bundle up to a row, and the number of its rows skipped under ``on_error="skip"``."""
 
     stop: int
@@ -120,7 +180,7 @@ def make(engine: Engine, bundle: Bundle) -> Batch:
     return made
 
 
-def make_good(engine: Engine, bundle: Bundle) -> Made:
+def make_good(engine: Engine, bundle: Bundle) -> MadeRows:
     """Return the outputs of a bundle, or of the good rows before one that fails, which are delivered first.
 
     Raise only if the first row (or group of rows) fails.
@@ -128,7 +188,7 @@ def make_good(engine: Engine, bundle: Bundle) -> Made:
     unit, before = engine.leaf.group or 1, engine.skipped
     while True:
         try:
-            return Made(bundle.stop, make(engine, bundle), engine.skipped - before)
+            return MadeRows(bundle.stop, make(engine, bundle), engine.skipped - before)
         except _NOT_OF_A_ROW:
             raise
         except Exception:
@@ -240,7 +300,7 @@ class BundlesHere:
         return stop, made
 
 
-class Rows:
+class LeafRows:
     """A lane of a leaf. Cursor: [row, outputs delivered of those made from that row on].
 
     ``spared``: rows that are not excluded yet.

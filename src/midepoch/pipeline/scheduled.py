@@ -13,13 +13,11 @@ import numpy.typing as npt
 from midepoch.order import Shard
 from midepoch.order.schedule import OPEN, Segments
 from midepoch.order.turns import Turns
-from midepoch.pipeline.bunches import lengths_in
-from midepoch.pipeline.chunk import Chunk, Items, Pieces, materialize
-from midepoch.pipeline.combined import Growing
+from midepoch.pipeline.chunk import Chunk, Items, MixedRows, materialize
 from midepoch.pipeline.cursor import At
-from midepoch.pipeline.mixed import in_order
+from midepoch.pipeline.mixed import Draw, Growing, Open, Part, in_order
 from midepoch.pipeline.node import Mix
-from midepoch.pipeline.passes import Draw, Open, Part
+from midepoch.pipeline.stages import lengths_in
 
 Int64Array = npt.NDArray[np.int64]
 
@@ -66,7 +64,7 @@ def setting(
     return Setting(weights, stop - clock + position if known else None)
 
 
-class Stretch(NamedTuple):
+class ConstantDraws(NamedTuple):
     """Draws of a chunk with constant weights, from its draw ``start`` on."""
 
     start: int
@@ -142,11 +140,11 @@ class Scheduled:
         self._growing.made(items)
         return chunk
 
-    def _stretches(self, segment: int) -> tuple[list[Stretch], int]:
+    def _stretches(self, segment: int) -> tuple[list[ConstantDraws], int]:
         """Return the next draws, up to where their weights are known, and their number."""
         assert self._turns is not None
         size = self._growing.next()
-        found = [Stretch(0, self._position, self._number, self._turns)]
+        found = [ConstantDraws(0, self._position, self._number, self._turns)]
         if self._by_tokens or self._held is not None:
             left = self._segments.stops[segment] - self._clock
             # Rows after the end of the segment are given back: in short phases with 64 segments, most of the work.
@@ -158,7 +156,7 @@ class Scheduled:
             turns = None if following is None else self._turns_at(self._clock + end, 0, number)
             if following is None or turns is None:
                 return found, end
-            found.append(Stretch(end, 0, number, turns))
+            found.append(ConstantDraws(end, 0, number, turns))
             segment = following
         return found, size
 
@@ -209,7 +207,7 @@ class Scheduled:
                 "pass mix(…, length='input_ids')."
             )
         column, more = self._mix.tokens
-        if not isinstance(items, Pieces):
+        if not isinstance(items, MixedRows):
             items = batch = materialize(items)
             lengths = lengths_in(column, batch.columns[column])
         else:
@@ -224,7 +222,7 @@ class Scheduled:
         self,
         draws: Sequence[Draw],
         sources: Int64Array,
-        stretches: Sequence[Stretch],
+        stretches: Sequence[ConstantDraws],
         items: Items,
         clocks: Int64Array | None,
     ) -> Chunk:
@@ -239,7 +237,7 @@ class Scheduled:
                 return at(outputs)
             return after(outputs, stretches[bisect_right(stretches, outputs, key=_start) - 1], int(sources[outputs]))
 
-        def after(outputs: int, stretch: Stretch, coming: int = -1) -> At:
+        def after(outputs: int, stretch: ConstantDraws, coming: int = -1) -> At:
             counts = np.bincount(sources[:outputs], minlength=len(draws)).tolist()
             parts = [
                 draw.before(count) if one == coming else draw.at(count)
@@ -260,11 +258,11 @@ class Scheduled:
         )
 
 
-def _start(stretch: Stretch) -> int:
+def _start(stretch: ConstantDraws) -> int:
     return stretch.start
 
 
-def _sources(stretches: Sequence[Stretch], size: int) -> Int64Array:
+def _sources(stretches: Sequence[ConstantDraws], size: int) -> Int64Array:
     """Return the source of each draw of a chunk."""
     ends = [*(stretch.start for stretch in stretches[1:]), size]
     found = [

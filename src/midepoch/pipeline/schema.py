@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Column:
+class ReadColumn:
     """A column as read: its type and the paths of its nulls. ``encoded``: a Hugging Face feature decodes it."""
 
     kind: pa.DataType
@@ -38,7 +38,7 @@ class Column:
 class Known:
     """The columns of a flow before anything runs. ``certain``: without functions, these are exact."""
 
-    columns: Mapping[str, Column]
+    columns: Mapping[str, ReadColumn]
     certain: bool = True
     sequences: tuple[str, ...] | None = None
     """The columns that contain lists, if known although their types are not."""
@@ -84,7 +84,7 @@ class Known:
         for name, kind in step.types:
             before = columns.get(name)
             nulls = renamed_paths(before.nulls, before.kind, kind) if before is not None else frozenset()
-            columns[name] = Column(kind, nulls, before is not None and before.encoded)
+            columns[name] = ReadColumn(kind, nulls, before is not None and before.encoded)
         return Known(columns, self.certain)
 
 
@@ -92,22 +92,24 @@ NOTHING = Known({}, certain=False)
 _REMEDY = "Give them the same columns first (select_columns, rename_columns, map)."
 
 
-def _list_of(column: Column) -> Column:
-    return Column(pa.large_list(column.kind), frozenset(("item", *path) for path in column.nulls))
+def _list_of(column: ReadColumn) -> ReadColumn:
+    return ReadColumn(pa.large_list(column.kind), frozenset(("item", *path) for path in column.nulls))
 
 
-def _item_of(column: Column) -> Column:
+def _item_of(column: ReadColumn) -> ReadColumn:
     """Return the column of the items of lists. Null lists become no rows, so only nulls inside of lists count."""
     kind = plain_type(column.kind)
     inner = getattr(kind, "value_type", pa.null())
-    return Column(inner, frozenset(path[1:] for path in column.nulls if path))
+    return ReadColumn(inner, frozenset(path[1:] for path in column.nulls if path))
 
 
 def known_of(pipeline: Leaf) -> Known:
     """Return the columns of one source after all its steps."""
     source = pipeline.source
     schema, nulls, encoded = plain_schema(source.schema), source.nullable, source.decoded
-    columns = {new: Column(schema.field(old).type, nulls[old], old in encoded) for new, old in pipeline.head.items()}
+    columns = {
+        new: ReadColumn(schema.field(old).type, nulls[old], old in encoded) for new, old in pipeline.head.items()
+    }
     return Known(columns).after(pipeline.tail)
 
 
@@ -119,8 +121,8 @@ class Schema:
     """
 
     what: str
-    fixed: Mapping[str, Column] = field(default_factory=dict)
-    likely: Mapping[str, Column] = field(default_factory=dict)
+    fixed: Mapping[str, ReadColumn] = field(default_factory=dict)
+    likely: Mapping[str, ReadColumn] = field(default_factory=dict)
     filled: frozenset[str] = frozenset()
 
     def conform(self, batch: Batch) -> Batch:
@@ -186,12 +188,12 @@ def schema_of(parts: Sequence[Node], what: str, *, fill: bool = False) -> Schema
         having = [(number, each.columns[name]) for number, each in certain if name in each.columns]
         joint = _joint(name, having, what)
         if name in filled:
-            joint = Column(joint.kind, joint.nulls | {()}, joint.encoded)
+            joint = ReadColumn(joint.kind, joint.nulls | {()}, joint.encoded)
         fixed[name] = joint
     return Schema(what, fixed, filled=filled if fill else frozenset())
 
 
-def _joint(name: str, having: Sequence[tuple[int, Column]], what: str) -> Column:
+def _joint(name: str, having: Sequence[tuple[int, ReadColumn]], what: str) -> ReadColumn:
     first, column = having[0]
     kind = column.kind
     for number, other in having[1:]:
@@ -203,11 +205,11 @@ def _joint(name: str, having: Sequence[tuple[int, Column]], what: str) -> Column
             )
         kind = both
     nulls = frozenset().union(*(renamed_paths(each.nulls, each.kind, kind) for _, each in having))
-    return Column(kind, nulls, column.encoded)
+    return ReadColumn(kind, nulls, column.encoded)
 
 
-def _likely(known: Sequence[Known]) -> dict[str, Column]:
-    found: dict[str, Column] = {}
+def _likely(known: Sequence[Known]) -> dict[str, ReadColumn]:
+    found: dict[str, ReadColumn] = {}
     for each in known:
         for name, column in each.columns.items():
             before = found.get(name)
@@ -217,5 +219,5 @@ def _likely(known: Sequence[Known]) -> dict[str, Column]:
             nulls = renamed_paths(column.nulls, column.kind, both)
             if before is not None:
                 nulls |= renamed_paths(before.nulls, before.kind, both)
-            found[name] = Column(both, nulls, column.encoded)
+            found[name] = ReadColumn(both, nulls, column.encoded)
     return found

@@ -1,30 +1,148 @@
-"""Stages: flows over a flow, which turn groups of outputs into others, or pack them."""
+"""Stages: flows over a flow, which turn groups of outputs into others, pack them, or batch them by tokens."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import pyarrow as pa
 
+from midepoch.errors import ColumnError
 from midepoch.order import Shard
-from midepoch.order.bijection import Bijection
-from midepoch.order.keys import derive
-from midepoch.pipeline.bunches import bunches
-from midepoch.pipeline.chunk import Chunk, Flow, Items, Pieces, Puller, joined, materialize
+from midepoch.order.bijection import Bijection, derive
+from midepoch.order.budget import TooLongError
+from midepoch.pipeline.chunk import Bunches, Chunk, Flow, Items, MixedRows, Puller, joined, materialize
 from midepoch.pipeline.cursor import At
-from midepoch.pipeline.packed_cursors import at_document, token_table
-from midepoch.pipeline.planned import changed_lengths
-from midepoch.pipeline.stage_specs import DELIVERED_BITS, Buckets, Local, Rebatch, Slice, StageSpec, Window
+from midepoch.pipeline.node import DELIVERED_BITS, HIDDEN, Buckets, Local, Rebatch, Slice, StageSpec, Window
+from midepoch.pipeline.planned import changed_lengths, too_long
 from midepoch.transforms import Batch, RunContext, Step, run_steps
+from midepoch.transforms.arrow_values import flat_numbers
 from midepoch.transforms.batch import with_ordinals
+from midepoch.transforms.columns import check_columns
 from midepoch.transforms.flat import as_one_row
 from midepoch.transforms.packing import NUMBER_BITS, Documents, PackSpec, best_fit, concatenated
 from midepoch.transforms.provenance import DocumentTable, Int16Array, concatenated_pieces
 
 Int64Array = npt.NDArray[np.int64]
+
+
+def token_table(
+    origins: tuple[tuple[Chunk, int, int], ...], ends: Int64Array, length: int, base: int, first_number: int
+) -> Callable[[Int64Array, bool], Int64Array | None] | None:
+    """Return the table of cursors of packed sequences, where the documents have one.
+
+    ``first_number``: the number of the first sequence, or -1 without a schedule.
+    """
+    if any(chunk.table is None for chunk, _, _ in origins):
+        return None
+
+    def table(outputs: Int64Array, _: bool) -> Int64Array | None:
+        tokens = outputs * length
+        document = np.searchsorted(ends, tokens, side="right")
+        into = tokens - np.where(document > 0, ends[np.maximum(document, 1) - 1], -base)
+        over = tokens >= ends[-1]
+        document[over], into[over] = len(ends), 0
+        parts, left = [], document
+        for number, (chunk, first, count) in enumerate(origins):
+            last = number == len(origins) - 1
+            mine = (left >= 0) & (left <= count if last else left < count)
+            assert chunk.table is not None
+            for before in (False, True):
+                some = np.flatnonzero(mine & ((into > 0) == before))
+                if len(some):
+                    if (values := chunk.table(first + left[some], before)) is None:
+                        return None
+                    parts.append((some, values))
+            left = np.where(mine, -1, left - count)
+        found = np.zeros((len(outputs), parts[0][1].shape[1] + 1), np.int64)
+        for some, values in parts:
+            found[some, :-1] = values
+        found[:, -1] = into if first_number < 0 else into + ((first_number + outputs) << NUMBER_BITS)
+        return found
+
+    return table
+
+
+def at_document(origins: tuple[tuple[Chunk, int, int], ...], document: int, inner: At, *, before: bool = False) -> At:
+    """Return the cursor at a pending document, or right before it if it is to be resumed in the middle."""
+    for number, (chunk, first, count) in enumerate(origins):
+        if document < count or (document == count and number == len(origins) - 1):
+            return chunk.before(first + document) if before else chunk.at(first + document)
+        document -= count
+    return inner
+
+
+def bunches(items: Items, spec: Buckets, run: RunContext) -> Bunches:
+    """Return the batches of a window of outputs."""
+    if isinstance(items, MixedRows):
+        lengths = np.zeros(len(items), np.int64)
+        for number in np.unique(items.which).tolist():
+            own = np.flatnonzero(items.which == number)
+            lengths[own] = _lengths(items.batches[number].keep(items.places[own]), spec)
+        rows: Batch | MixedRows = items
+        numbers = np.concatenate([batch.rows for batch in items.batches])
+    else:
+        rows = materialize(items)
+        lengths, numbers = _lengths(rows, spec), rows.rows
+    if spec.column == HIDDEN:
+        rows = rows.changed(_without) if isinstance(rows, MixedRows) else _without(rows)
+    key = None
+    if spec.shuffled:
+        key = derive(run.seed, run.epoch, "batches", _first(rows, numbers))
+    try:
+        made = spec.budget.split(lengths, key)
+    except TooLongError as problem:
+        what = f"row {int(numbers[problem.place])} of the dataset" if isinstance(rows, Batch) else "a row"
+        raise too_long(problem.length, spec.budget, what) from None
+    return Bunches(rows, made)
+
+
+def _first(rows: Batch | MixedRows, numbers: Int64Array) -> int:
+    """Return a number of the first output of a window: there are no positions by which to know it."""
+    ordinal = 0 if not isinstance(rows, Batch) or rows.ordinals is None else int(rows.ordinals[0])
+    return (int(numbers[0]) + ordinal * 0x9E3779B97F4A7C15) & (2**64 - 1)
+
+
+def _without(batch: Batch) -> Batch:
+    return batch.with_columns({name: values for name, values in batch.columns.items() if name != HIDDEN})
+
+
+def _lengths(batch: Batch, spec: Buckets) -> Int64Array:
+    check_columns([spec.column], list(batch.columns), "max_tokens")
+    column: Any = batch.columns[spec.column]
+    if spec.given:
+        if isinstance(column, pa.Array) and column.null_count:
+            import pyarrow.compute as pc
+
+            column = pc.fill_null(column, 0)
+        numbers = np.asarray(flat_numbers(column) if isinstance(column, pa.Array) else column)
+        if numbers.dtype.kind not in "iu" or numbers.ndim != 1 or (len(numbers) and numbers.min() < 0):
+            raise ColumnError(f"loader(length=…): the function must return a number of tokens, got {column!r:.60}")
+        return numbers.astype(np.int64)
+    return lengths_in(spec.column, column)
+
+
+def lengths_in(name: str, column: Any) -> Int64Array:
+    """Return the length of each value of a column. Null has none."""
+    if isinstance(column, pa.Array):
+        import pyarrow.compute as pc
+
+        kind = column.type
+        if pa.types.is_fixed_size_list(kind):
+            return np.where(flat_numbers(column.is_valid()), kind.list_size, 0).astype(np.int64)
+        if pa.types.is_list(kind) or pa.types.is_large_list(kind):
+            return np.asarray(flat_numbers(pc.fill_null(pc.list_value_length(column), 0)), np.int64)
+        if pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_binary(kind):
+            return np.asarray(flat_numbers(pc.fill_null(pc.binary_length(column), 0)), np.int64)
+    elif isinstance(column, np.ndarray) and column.ndim > 1:
+        return np.full(len(column), column.shape[1], np.int64)
+    elif all(value is None or hasattr(value, "__len__") for value in column):
+        return np.array([0 if value is None else len(value) for value in column], np.int64)
+    raise ColumnError(f"max_tokens: column {name!r} has no lengths. Pass length= with the name of a column of lists.")
 
 
 class Packing:
@@ -82,7 +200,7 @@ class Same:
         if chunk is None or not len(chunk.items):
             return chunk
         items = chunk.items
-        if isinstance(items, Pieces):
+        if isinstance(items, MixedRows):
             made: Items = items.changed(lambda batch: run_steps(self._steps, batch, self._run))
         else:
             made = run_steps(self._steps, materialize(items), self._run)
@@ -127,7 +245,7 @@ class Each:
 
     def _made(self, items: Items) -> tuple[Items, Int64Array]:
         """Return the results of the steps, and the index of the input of each. Sources are processed one by one."""
-        if not isinstance(items, Pieces):
+        if not isinstance(items, MixedRows):
             given = materialize(items)
             made = run_steps(self._steps, replace(given, places=np.arange(len(given))), self._run)
             return made, made.places

@@ -4,6 +4,6 @@ One path: rows are read from memory-mapped Arrow. Blocks whose file layout is th
 from the mapping, column by column, with one copy. Compressed and dictionary-encoded blocks are decoded first.
 """
 
-from midepoch.read.reader import MIN_RUN, Reader, Rows
+from midepoch.read.reader import MIN_RUN, Reader, ReadRows
 
-__all__ = ["MIN_RUN", "Reader", "Rows"]
+__all__ = ["MIN_RUN", "ReadRows", "Reader"]

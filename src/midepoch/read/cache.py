@@ -21,7 +21,7 @@ import pyarrow as pa
 from midepoch.errors import CorruptBlockError, DataChangedError, FormatError
 from midepoch.read.block_files import BlockFile
 from midepoch.read.room import BLOCK, LOCK, NextUse, bytes_kept, make_room, mark_used, tidy
-from midepoch.read.turns import Turns
+from midepoch.read.turns import BlockTurns
 from midepoch.sources.locks import LockFile
 from midepoch.sources.mounts import is_network
 from midepoch.sources.source import CacheSpec
@@ -46,7 +46,7 @@ class BlockCache:
         self._root = Path(spec.folder)
         self._folder = self._root / f"{key}-{os.getuid()}"  # other users cannot read it
         self._limit, self._next_use = spec.limit, next_use
-        self._turns = Turns()
+        self._turns = BlockTurns()
         self._written = spec.limit  # evict with the first block: other runs may have left more than the limit
         self._unkept = _Unkept(self._root)
         self._locks: LockFile | None = None

@@ -17,7 +17,7 @@ import pyarrow as pa
 
 from midepoch._internal.threads import join
 from midepoch._internal.timings import Timings
-from midepoch.order.epoch import Uses
+from midepoch.order.epoch import BlockUses
 from midepoch.read.cache import BlockCache
 from midepoch.read.kept import KeptBlocks
 from midepoch.read.memory import HeldBuffers, Memory
@@ -80,7 +80,7 @@ class FetchedBlocks:
         self._timings.blocks_there -= 1
         return self._make(block)
 
-    def expect(self, epoch: int, position: int, uses: Callable[[], tuple[Uses, Uses]]) -> None:
+    def expect(self, epoch: int, position: int, uses: Callable[[], tuple[BlockUses, BlockUses]]) -> None:
         """Announce that rows from this position of an epoch on are read next.
 
         Prefetching begins with the second call, so that reading a single batch costs only that batch.
@@ -175,7 +175,7 @@ class _Plan:
         """Average decoded bytes of a block."""
         return float(self._rows.mean()) * self._row_bytes if len(self._rows) else 0.0
 
-    def move(self, epoch: int, position: int, uses: Callable[[], tuple[Uses, Uses]]) -> None:
+    def move(self, epoch: int, position: int, uses: Callable[[], tuple[BlockUses, BlockUses]]) -> None:
         with self._lock:
             if epoch != self._epoch:
                 own, shared = uses()

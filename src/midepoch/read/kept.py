@@ -10,7 +10,7 @@ import pyarrow as pa
 from midepoch.read.cache import one_batch
 from midepoch.read.room import NextUse
 from midepoch.read.sizes import bytes_of
-from midepoch.read.turns import Turns
+from midepoch.read.turns import BlockTurns
 
 
 class KeptBlocks:
@@ -20,7 +20,7 @@ class KeptBlocks:
         self._limit, self._next_use = limit, next_use
         self._blocks: dict[int, pa.RecordBatch] = {}
         self._bytes = 0
-        self._turns, self._lock = Turns(), threading.Lock()
+        self._turns, self._lock = BlockTurns(), threading.Lock()
 
     def get(self, block: int, make: Callable[[], pa.Table]) -> pa.RecordBatch:
         """Return the block, decoded by one thread at a time."""

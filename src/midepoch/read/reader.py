@@ -12,7 +12,7 @@ import pyarrow as pa
 
 from midepoch._internal.timings import Timings
 from midepoch.errors import CorruptBlockError
-from midepoch.order.epoch import Uses
+from midepoch.order.epoch import BlockUses
 from midepoch.read.blocks import Blocks, plain_schema
 from midepoch.read.columns import Fixed, Gatherer, Located, gatherer
 from midepoch.read.fetched import FetchedBlocks
@@ -27,7 +27,7 @@ MIN_RUN = 32
 
 
 @dataclass(frozen=True)
-class Rows:
+class ReadRows:
     """Rows as read. ``owned``: only this batch uses the memory, so that it may be delivered as writable.
 
     ``kept`` is the mask of the requested rows that are present, None for all. Rows of unreadable blocks are missing.
@@ -70,7 +70,7 @@ class Reader:
         storage = [_storage(field.type) for field in self.schema]
         self._gatherers: list[Gatherer | None] = [gatherer(kind, count) for kind in storage]
 
-    def read(self, rows: Int64Array) -> Rows:
+    def read(self, rows: Int64Array) -> ReadRows:
         """Return the rows in the requested order. Raise CorruptBlockError unless ``skip_corrupt`` is set."""
         self._release()
         blocks = self._blocks_of(rows)
@@ -78,7 +78,7 @@ class Reader:
         if kept is not None:
             rows, blocks = rows[kept], blocks[kept]
         if not len(rows):
-            return Rows(_empty(self.schema), True, kept)
+            return ReadRows(_empty(self.schema), True, kept)
         breaks = np.flatnonzero((rows[1:] - rows[:-1] != 1) | (blocks[1:] != blocks[:-1])) + 1
         if (len(breaks) + 1) * MIN_RUN <= len(rows) or not len(breaks):
             return self._slices(rows, blocks, breaks, kept)
@@ -94,9 +94,9 @@ class Reader:
             for i, column in zip(missing, self._take(missing, blocks, inner), strict=True):
                 columns[i] = column
         arrays = [_restored(c, field.type) for c, field in zip(columns, self.schema, strict=True)]
-        return Rows(pa.RecordBatch.from_arrays(arrays, schema=self.schema), True, kept)
+        return ReadRows(pa.RecordBatch.from_arrays(arrays, schema=self.schema), True, kept)
 
-    def expect(self, epoch: int, position: int, uses: Callable[[], tuple[Uses, Uses]]) -> None:
+    def expect(self, epoch: int, position: int, uses: Callable[[], tuple[BlockUses, BlockUses]]) -> None:
         """Announce that rows from this position on are read next, so that their blocks can be prefetched."""
         if self._fetched is not None:
             self._fetched.expect(epoch, position, uses)
@@ -120,15 +120,15 @@ class Reader:
             return rows // self._block_rows
         return self._starts.searchsorted(rows, side="right") - 1
 
-    def read_run(self, row: int, count: int) -> Rows:
+    def read_run(self, row: int, count: int) -> ReadRows:
         """Return consecutive rows of one block as a view. Like ``read``, at the cost of a look-up."""
         self._release()
         block = int(self._starts.searchsorted(row, side="right")) - 1
         if not self._status[block]:
             self._status[block] = self._open_one(block)
         if self._status[block] == _BAD:
-            return Rows(_empty(self.schema), True, np.zeros(count, dtype=bool))
-        return Rows(self._batch(block).slice(row - int(self._starts[block]), count), False)
+            return ReadRows(_empty(self.schema), True, np.zeros(count, dtype=bool))
+        return ReadRows(self._batch(block).slice(row - int(self._starts[block]), count), False)
 
     def locate(self, rows: Int64Array) -> dict[str, Located] | None:
         """Return the addresses of rows by column, or None unless all columns are numbers in blocks that can be
@@ -200,12 +200,12 @@ class Reader:
 
     def _slices(
         self, rows: Int64Array, blocks: Int64Array, breaks: Int64Array, kept: npt.NDArray[np.bool_] | None
-    ) -> Rows:
+    ) -> ReadRows:
         parts = []
         for start, stop in zip([0, *breaks.tolist()], [*breaks.tolist(), len(rows)], strict=True):
             block = int(blocks[start])
             parts.append(self._batch(block).slice(int(rows[start] - self._starts[block]), stop - start))
-        return Rows(parts[0], False, kept) if len(parts) == 1 else Rows(pa.concat_batches(parts), True, kept)
+        return ReadRows(parts[0], False, kept) if len(parts) == 1 else ReadRows(pa.concat_batches(parts), True, kept)
 
     def _take(self, numbers: Sequence[int], blocks: Int64Array, inner: Int64Array) -> list[pa.Array]:
         """Return some columns by pyarrow: one take per block, concatenated, then sorted into the requested order."""

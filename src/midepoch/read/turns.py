@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 
-class Turns:
+class BlockTurns:
     """Set of blocks that are locked by a thread."""
 
     def __init__(self) -> None:

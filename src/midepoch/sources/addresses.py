@@ -17,7 +17,7 @@ import pyarrow.fs as fs
 from midepoch._internal.address import Address, Link, is_mistyped
 from midepoch._internal.redaction import Secrets
 from midepoch.errors import DataNotFoundError, FetchError, MidepochError
-from midepoch.sources.fsspec_files import Handler, is_foreign, options_of, redact_logs
+from midepoch.sources.fsspec_files import FsspecHandler, is_foreign, options_of, redact_logs
 from midepoch.sources.hub_address import is_hub_path, parse_hub_path, refuse_web_page
 from midepoch.sources.hub_files import HubFiles
 from midepoch.sources.stores import Retry, Store
@@ -83,7 +83,7 @@ def _given(filesystem: Any, address: Address, retry: Retry) -> tuple[Store, str]
     if isinstance(filesystem, fs.PyFileSystem) and type(filesystem.handler) is fs.FSSpecHandler:
         filesystem = filesystem.handler.fs
     if not isinstance(filesystem, fs.FileSystem):
-        filesystem = fs.PyFileSystem(Handler(filesystem))
+        filesystem = fs.PyFileSystem(FsspecHandler(filesystem))
     if isinstance(filesystem, fs.LocalFileSystem):
         return Store(filesystem, retry=retry), os.path.abspath(os.path.expanduser(inner))
     secrets = Secrets.of(address, options_of(filesystem))
@@ -190,7 +190,9 @@ def _by_fsspec(
     if Address(inner).identity != inner:
         raise ValueError(f"{address} contains a credential that fsspec leaves in the path. Use storage_options for it")
     is_address = "://" in inner  # as for a web server
-    return Store(fs.PyFileSystem(Handler(filesystem)), "" if is_address else f"{scheme}://", secrets, retry), inner
+    return Store(
+        fs.PyFileSystem(FsspecHandler(filesystem)), "" if is_address else f"{scheme}://", secrets, retry
+    ), inner
 
 
 def _add_options(options: dict[str, Any], scheme: str, own: Mapping[str, Any], first: bool) -> None:

@@ -22,7 +22,7 @@ _PLACES = ("host", "port", "share", "org", "repo", "sha", "fo")
 """Options that locate the files."""
 
 
-class Handler(fs.FSSpecHandler):  # type: ignore[misc]
+class FsspecHandler(fs.FSSpecHandler):  # type: ignore[misc]
     """Handler that gives pyarrow access to an fsspec file system."""
 
     def open_input_stream(self, path: str) -> Any:

@@ -22,7 +22,7 @@ from midepoch.sources.decode import decoder
 from midepoch.sources.folders import Listing
 from midepoch.sources.formats import Block, format_named
 from midepoch.sources.formats.media import LOCATED
-from midepoch.sources.media_rows import Rows, feature_of, hash_files, located
+from midepoch.sources.media_rows import MediaTable, feature_of, hash_files, located
 from midepoch.sources.schemas import unified
 from midepoch.sources.stores import Entry, Store
 
@@ -32,7 +32,9 @@ _NAMED = 10
 _FORMATS = {".csv": "csv", ".jsonl": "jsonl", ".parquet": "parquet"}
 
 
-def described_rows(store: Store, listing: Listing, described: Sequence[Entry], kind: str, *, skip_damage: bool) -> Rows:
+def described_rows(
+    store: Store, listing: Listing, described: Sequence[Entry], kind: str, *, skip_damage: bool
+) -> MediaTable:
     """Return the rows of metadata files, in the order of their paths."""
     described = sorted(described)
     digest = hashlib.blake2b(digest_size=16)
@@ -63,7 +65,7 @@ def described_rows(store: Store, listing: Listing, described: Sequence[Entry], k
     for name, column in columns.items():
         is_list = pa.types.is_list(schema.field(name).type)
         features[column] = [feature_of(kind)] if is_list else feature_of(kind)
-    return Rows(table, np.concatenate([sizes for _, sizes in parts]), digest.hexdigest(), features)
+    return MediaTable(table, np.concatenate([sizes for _, sizes in parts]), digest.hexdigest(), features)
 
 
 def _tables(store: Store, described: Sequence[Entry], digest: Any, skip_damage: bool) -> list[pa.Table]:

@@ -27,7 +27,7 @@ _FEATURES = {"image": "Image", "audio": "Audio", "video": "Video"}
 
 
 @dataclass(frozen=True)
-class Rows:
+class MediaTable:
     """All rows. Files are structs of type ``LOCATED``. ``sizes``: the bytes of the files of each row.
 
     ``digest`` identifies the rows by the names and sizes of their files, their labels and their metadata.
@@ -72,7 +72,7 @@ def _check_name(path: str) -> None:
         raise FormatError(f"{path!r}: the name of the file is not UTF-8. Rename it.") from None
 
 
-def _labelled(listing: Listing, kind: str) -> Rows:
+def _labelled(listing: Listing, kind: str) -> MediaTable:
     """Return a row for each file, labelled by its folder if there are several folders, all of the same depth."""
     folders = [entry.path.rpartition("/")[0].rpartition("/")[2] for entry in listing.files]
     names = sorted(set(folders)) if len({name.count("/") for name in listing.names}) == 1 else []
@@ -85,7 +85,7 @@ def _labelled(listing: Listing, kind: str) -> Rows:
     sizes = np.array([entry.size for entry in listing.files], np.int64)
     digest = hashlib.blake2b(json.dumps(features).encode(), digest_size=16)
     hash_files(digest, listing.files, listing.names)
-    return Rows(pa.table(columns), sizes, digest.hexdigest(), features)
+    return MediaTable(pa.table(columns), sizes, digest.hexdigest(), features)
 
 
 def located(files: Sequence[Entry], names: Sequence[str]) -> pa.StructArray:
@@ -102,7 +102,7 @@ def hash_files(digest: Any, files: Sequence[Entry], names: Sequence[str]) -> Non
     digest.update("".join(rows).encode())
 
 
-def _grouped(rows: Rows, skip_damage: bool) -> Scanned:
+def _grouped(rows: MediaTable, skip_damage: bool) -> Scanned:
     """Divide rows into blocks. Each footer is a table of the rows of its block."""
     bounds = _bounds(rows.sizes)
     marked = rows.table.combine_chunks().replace_schema_metadata({SKIP: b""} if skip_damage else None)

@@ -15,7 +15,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from midepoch.errors import CorruptBlockError, DataNotFoundError, FormatError
-from midepoch.order import Layout
+from midepoch.order import SourceLayout
 from midepoch.order.shuffle import DEFAULT_WINDOW
 from midepoch.sources.damage import is_damage, refusal
 from midepoch.sources.decode import decoder
@@ -125,13 +125,13 @@ class Source:
         return np.concatenate([index.offsets[:-1] for index in self.indexes] + [np.zeros(1, np.int64)])
 
     @cached_property
-    def layout(self) -> Layout:
+    def layout(self) -> SourceLayout:
         file_starts = np.concatenate([[0], np.cumsum(self.files.rows)])
         if len(self.indexes) == 1:
-            return Layout(self.indexes[0].starts, file_starts)
+            return SourceLayout(self.indexes[0].starts, file_starts)
         bases = np.cumsum([0, *(int(index.starts[-1]) for index in self.indexes)], dtype=np.int64)
         starts = [index.starts[:-1] + base for index, base in zip(self.indexes, bases[:-1], strict=True)]
-        return Layout(np.concatenate([*starts, bases[-1:]]), file_starts)
+        return SourceLayout(np.concatenate([*starts, bases[-1:]]), file_starts)
 
     @cached_property
     def file_blocks(self) -> npt.NDArray[np.int64]:

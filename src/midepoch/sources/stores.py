@@ -25,7 +25,7 @@ from midepoch._internal.redaction import Secrets
 from midepoch.errors import CorruptBlockError, DataChangedError, DataNotFoundError, FetchError, MidepochError
 from midepoch.sources.damage import is_damage, refusal
 from midepoch.sources.entries import Entry as Entry
-from midepoch.sources.fsspec_files import Handler, is_foreign, options_of
+from midepoch.sources.fsspec_files import FsspecHandler, is_foreign, options_of
 from midepoch.sources.hub_files import HubFiles
 from midepoch.sources.open_files import OpenFile as OpenFile
 from midepoch.sources.open_files import ShortError, checked_file
@@ -108,7 +108,7 @@ class Store:
         if isinstance(self.given, HubFiles):
             return False
         if isinstance(self.given, fs.PyFileSystem):
-            return isinstance(self.given.handler, Handler) and not self.given.handler.survives_fork
+            return isinstance(self.given.handler, FsspecHandler) and not self.given.handler.survives_fork
         return not self.local
 
     @property
@@ -121,7 +121,7 @@ class Store:
         place = ""
         if isinstance(self.filesystem, fs.S3FileSystem):
             place = str(options_of(self.filesystem).get("endpoint_override", "")).rpartition("@")[2]
-        elif isinstance(self.filesystem, fs.PyFileSystem) and isinstance(self.filesystem.handler, Handler):
+        elif isinstance(self.filesystem, fs.PyFileSystem) and isinstance(self.filesystem.handler, FsspecHandler):
             place = self.filesystem.handler.place
         elif isinstance(self.given, HubFiles):
             place = self.given.place
@@ -177,7 +177,7 @@ class Store:
 
     def _etag(self, path: str, native: pa.NativeFile) -> str:
         """Return the version of an open file. Empty if the store has none."""
-        if isinstance(self.filesystem, fs.PyFileSystem) and isinstance(self.filesystem.handler, Handler):
+        if isinstance(self.filesystem, fs.PyFileSystem) and isinstance(self.filesystem.handler, FsspecHandler):
             return self.filesystem.handler.version(path)
         try:
             metadata = native.metadata()

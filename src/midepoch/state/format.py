@@ -18,7 +18,7 @@ After three batches of 64 rows of a shuffled dataset it is::
   - ``changes``: fields allowed to differ, and changes of a mix, since the run began
   - ``excluded``: for each source its rows before the shuffle that are not delivered
   - ``groups``, ``epoch_outputs``, ``global_seed``
-  - ``leased``: what one of several ranks has acknowledged (``midepoch.state.merging``)
+  - ``leased``: what one of several ranks has acknowledged (``midepoch.state.saved``)
 
 - ``worker``, ``workers``, ``shards``, ``round``, ``batch``, ``shard``: of a state that fits one process only.
 
@@ -37,7 +37,7 @@ from midepoch.errors import CheckpointMismatchError, StateError
 from midepoch.order import Order, Selection, Shard, Shuffle, Weighted
 from midepoch.order.intervals import EMPTY, Intervals
 from midepoch.pipeline.cursor import Cursor, LaneCursor, WindowAt
-from midepoch.pipeline.open import is_count
+from midepoch.pipeline.reach import is_count
 
 VERSION = 1
 KEY = "midepoch"

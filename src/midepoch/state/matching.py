@@ -12,12 +12,22 @@ from midepoch.errors import CheckpointMismatchError
 from midepoch.order import Shuffle, Weighted
 from midepoch.order.shuffle import SCOPES
 from midepoch.pipeline.cursor import At
-from midepoch.pipeline.identity import DEFAULTS, describe
 from midepoch.pipeline.leaf import Leaf
 from midepoch.pipeline.node import Concat, Mix, Node, Zip
+from midepoch.pipeline.spec import DEFAULTS, describe
 from midepoch.state import format as states
-from midepoch.state.changing import Convert, Found, LaneContext, SourceRemoved, changed_mix, needed, refused
-from midepoch.state.rescheduled import changed_schedule, learned_in, learned_with, saved_mix
+from midepoch.state.changing import (
+    Convert,
+    Found,
+    LaneContext,
+    changed_mix,
+    changed_schedule,
+    learned_in,
+    learned_with,
+    refused,
+    saved_mix,
+    through,
+)
 
 _log = logging.getLogger("midepoch")
 
@@ -263,26 +273,6 @@ def _data_of(described: Mapping[str, Any]) -> Any:
     if isinstance(described.get("parts"), list):
         return [_data_of(part) if isinstance(part, Mapping) else part for part in described["parts"]]
     return [described.get("data"), described.get("rows"), described.get("selection", "")]
-
-
-def through(spec: Node, at: At, need: int | None, of: LaneContext, convert: Convert) -> At:
-    """Convert the part of a cursor below the stages of a flow."""
-    skips, asked = [], need
-    for stage in reversed(spec.remembering):
-        if not (isinstance(at, list) and len(at) == 2 and isinstance(at[1], int)):
-            return at  # refused by the check that follows
-        need = needed(stage, at[1], need)
-        skips.append(at[1])
-        at = at[0]
-    try:
-        at = convert(at, need, of)
-    except SourceRemoved:
-        if asked != 0:
-            raise
-        at, skips = convert(at, 0, of), [0] * len(skips)
-    for skip in reversed(skips):
-        at = [at, skip]
-    return at
 
 
 def mismatch(name: str, saved: Any, here: Any, where: str = "", cause: str = "") -> CheckpointMismatchError:

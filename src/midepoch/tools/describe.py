@@ -21,9 +21,9 @@ from midepoch.loader.loader import Loader
 from midepoch.loader.options import LAST_BATCH
 from midepoch.order import Shard
 from midepoch.order.intervals import EMPTY, Intervals
-from midepoch.pipeline.identity import identity
 from midepoch.pipeline.planned import window_at
 from midepoch.pipeline.plans import Plan
+from midepoch.pipeline.spec import identity
 from midepoch.state.format import CAUSES, Saved, comparable, excluded_from_json, parse, parts_from_json
 from midepoch.state.saved import one_of
 from midepoch.tools.locate import of_index

@@ -15,10 +15,10 @@ import numpy.typing as npt
 from midepoch.dataset import Dataset
 from midepoch.errors import CheckpointNotFoundError, StateError
 from midepoch.loader.loader import Loader
-from midepoch.order import EpochOrder, Layout, Order, Selection, Shard
+from midepoch.order import EpochOrder, Order, Selection, Shard, SourceLayout
 from midepoch.order.intervals import EMPTY, Intervals
 from midepoch.pipeline.cursor import Cursor
-from midepoch.pipeline.excluded import Excluded
+from midepoch.pipeline.node import Excluded
 from midepoch.sources.index import Index, default_index_dir, read_index
 from midepoch.state.format import KEY, excluded_from_json, order_of, parse
 from midepoch.state.saved import load_global, one_of
@@ -27,7 +27,7 @@ Int64Array = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, eq=False)
-class Known:
+class KnownState:
     """A state's cursor and order, and the first rows of its blocks and files, if they were found.
 
     ``checked``: what the state was checked against: "dataset", "index" or "nothing".
@@ -36,7 +36,7 @@ class Known:
     cursor: Cursor
     rows: int
     order: Order | None
-    layout: Layout | None
+    layout: SourceLayout | None
     block_bytes: Int64Array | None
     row_bytes: float | None
     fetched: bool
@@ -58,7 +58,7 @@ class Known:
             if not by_rows:
                 notes.append("the first rows of blocks are not in the state. Pass the dataset to see rows and blocks.")
                 return None
-            return self.order.at(epoch, Layout(np.array([0, self.rows]), np.array([0, self.rows])))
+            return self.order.at(epoch, SourceLayout(np.array([0, self.rows]), np.array([0, self.rows])))
         return self.order.at(epoch, self.layout)
 
     def excluded_at(self, epoch: int) -> Intervals:
@@ -76,12 +76,12 @@ class Known:
         return f"row {row - int(self.layout.file_starts[number])} of {self.files[number]}"
 
 
-def of_dataset(state: Any, dataset: Dataset | Loader) -> Known:
+def of_dataset(state: Any, dataset: Dataset | Loader) -> KnownState:
     resumed = load_global(state, dataset.pipeline)
     pipeline = resumed.spec
     source = pipeline.source
     sizes = np.concatenate([block_bytes(index) for index in source.indexes])
-    return Known(
+    return KnownState(
         _without_done(resumed.cursor, pipeline.undelivered(resumed.cursor.epoch, resumed.cursor.lane)),
         pipeline.rows,
         pipeline.order,
@@ -95,7 +95,7 @@ def of_dataset(state: Any, dataset: Dataset | Loader) -> Known:
     )
 
 
-def of_index(state: Any, index_dir: str | os.PathLike[str] | None) -> Known:
+def of_index(state: Any, index_dir: str | os.PathLike[str] | None) -> KnownState:
     state = one_of(state, Shard())
     parse(state)
     if state.get("workers") or state.get("shard") is not None:
@@ -110,17 +110,17 @@ def of_index(state: Any, index_dir: str | os.PathLike[str] | None) -> Known:
     index = _index_of(state["data"], folder)
     if index is None:
         note = "its data was not found among the indexes on this machine, so it was not checked against any."
-        known = Known(cursor, state["rows"], order, None, None, None, False, "nothing", notes=(note,))
+        known = KnownState(cursor, state["rows"], order, None, None, None, False, "nothing", notes=(note,))
         return _without(known, excluded)
     files = np.concatenate([[0], np.cumsum(index.files.rows)])
     total = int(files[-1])
     row_bytes = index.row_bytes or int(index.files.size.sum()) / max(1, total)
     fetched = index.ends is not None and index.format.partition(":")[0] not in ("tokens", "megatron")
-    known = Known(
+    known = KnownState(
         cursor,
         state["rows"],
         order,
-        Layout(index.starts, files),
+        SourceLayout(index.starts, files),
         block_bytes(index),
         row_bytes,
         fetched,
@@ -130,7 +130,7 @@ def of_index(state: Any, index_dir: str | os.PathLike[str] | None) -> Known:
     return _without(known, excluded)
 
 
-def _without(known: Known, excluded: Excluded) -> Known:
+def _without(known: KnownState, excluded: Excluded) -> KnownState:
     """Return what is known of a state without the rows that are excluded, if their positions can be computed."""
     if not excluded:
         return known

@@ -20,27 +20,26 @@ from midepoch._internal.hints import hinted
 from midepoch.audit.lanes import places, tree_of
 from midepoch.dataset import Dataset
 from midepoch.errors import StateError, WorldError
-from midepoch.loader.equal import check_equal_steps
+from midepoch.loader.lanes import check_equal_steps
 from midepoch.loader.loader import Loader
 from midepoch.loader.options import Options, check_drop
 from midepoch.loader.plans import make_plan
 from midepoch.order import EpochOrder, Shard
 from midepoch.order.budget import Budget
 from midepoch.pipeline.cursor import Cursor
-from midepoch.pipeline.lanes import Share
-from midepoch.pipeline.length import estimated_length
-from midepoch.pipeline.open import start
+from midepoch.pipeline.lanes import Share, estimated_length
 from midepoch.pipeline.planned import Planning
 from midepoch.pipeline.plans import Plan, TokenPlan
+from midepoch.pipeline.reach import start
 from midepoch.pipeline.spec import PipelineSpec
 from midepoch.sources.lengths import lengths_of
 from midepoch.state.format import parse
 from midepoch.state.saved import load_global, one_of
-from midepoch.tools.locate import Known, block_bytes, of_dataset, of_index
+from midepoch.tools.locate import KnownState, block_bytes, of_dataset, of_index
 
 
 @dataclass(frozen=True)
-class Reading:
+class MachineReads:
     """The reads of one machine until the end of the epoch: rows it delivers, blocks it reads, approximate bytes."""
 
     ranks: tuple[int, int]
@@ -71,7 +70,7 @@ class ResumePlan:
     """The rows of the next steps, by step and rank: row numbers in the dataset before shuffling."""
     lanes: tuple[tuple[int, ...], ...] = ()
     """The lanes of each rank, if steps change the number of rows. Then ``batches`` is empty."""
-    machines: tuple[Reading, ...] = ()
+    machines: tuple[MachineReads, ...] = ()
     notes: tuple[str, ...] = ()
     excluded: int = 0
     """Rows (batches by tokens, or outputs) of the rest of the epoch that are not delivered."""
@@ -156,7 +155,9 @@ def plan_batches(state: Any, dataset: Dataset | Loader | None, options: Options,
     excluded = lane.done.count(lane.taken, total)
     left = total - lane.taken - excluded
     whole = _token_plan(shards[0], options, Cursor(cursor.epoch)).count()
-    own = [Reading((0, ranks - 1), spec.rows - before, None, int((spec.rows - before) * spec.source.bytes_per_row))]
+    own = [
+        MachineReads((0, ranks - 1), spec.rows - before, None, int((spec.rows - before) * spec.source.bytes_per_row))
+    ]
     return ResumePlan(
         accepted=True,
         problem=None,
@@ -261,7 +262,7 @@ def _plan_without_data(state: Any, options: Options, ranks: int) -> ResumePlan:
     )
 
 
-def _left_of_lanes(spec: PipelineSpec, cursor: Cursor, ranks: tuple[int, int], lanes: list[int]) -> Reading:
+def _left_of_lanes(spec: PipelineSpec, cursor: Cursor, ranks: tuple[int, int], lanes: list[int]) -> MachineReads:
     """Return the reads of some lanes until the end of the epoch: rows of the sources, blocks, bytes."""
     tree, fresh = tree_of(spec.node), start(spec.node)
     rows, size = 0, 0.0
@@ -286,15 +287,15 @@ def _left_of_lanes(spec: PipelineSpec, cursor: Cursor, ranks: tuple[int, int], l
         if source.fetched:
             sizes = np.concatenate([block_bytes(index) for index in source.indexes])
             size += float(sizes[sorted(found)].sum())
-    return Reading(ranks, rows, sum(map(len, blocks.values())), int(size))
+    return MachineReads(ranks, rows, sum(map(len, blocks.values())), int(size))
 
 
-def _steps_of(known: Known, options: Options, ranks: int) -> Plan:
+def _steps_of(known: KnownState, options: Options, ranks: int) -> Plan:
     at = known.cursor
     return Plan.of(at, known.rows, options.batch_size, ranks, options.last_batch, at.lane.done)
 
 
-def _plan(known: Known, options: Options, ranks: int, steps: int, machines: int) -> ResumePlan:
+def _plan(known: KnownState, options: Options, ranks: int, steps: int, machines: int) -> ResumePlan:
     epoch, position = known.cursor.epoch, known.cursor.position
     notes = list(known.notes)
     size = options.batch_size * ranks
@@ -335,12 +336,12 @@ def _plan(known: Known, options: Options, ranks: int, steps: int, machines: int)
     )
 
 
-def _reading(known: Known, order: EpochOrder | None, plan: Plan, ranks: int, own: range) -> Reading:
+def _reading(known: KnownState, order: EpochOrder | None, plan: Plan, ranks: int, own: range) -> MachineReads:
     """Return the reads of some ranks until the end of the epoch, by the blocks of the lanes that they read."""
     rows = sum(Shard(r, ranks).before(plan.end) - Shard(r, ranks).before(plan.start) for r in own)
     span = (own.start, own.stop - 1)
     if order is None or known.layout is None or known.order is None or known.block_bytes is None:
-        return Reading(span, rows, None, None if known.row_bytes is None else int(rows * known.row_bytes))
+        return MachineReads(span, rows, None, None if known.row_bytes is None else int(rows * known.row_bytes))
     uses = order.uses()
     wanted = (uses.last >= plan.start) & (uses.first < plan.rows)
     if known.order.lanes % ranks == 0:
@@ -348,4 +349,6 @@ def _reading(known: Known, order: EpochOrder | None, plan: Plan, ranks: int, own
     blocks = np.unique(uses.blocks[wanted])
     # Mapped files are read row by row; blocks that are fetched or decoded, completely and once for each machine.
     size = int(known.block_bytes[blocks].sum())
-    return Reading(span, rows, len(blocks), size if known.fetched else min(size, int(rows * (known.row_bytes or 0))))
+    return MachineReads(
+        span, rows, len(blocks), size if known.fetched else min(size, int(rows * (known.row_bytes or 0)))
+    )

@@ -19,7 +19,7 @@ from midepoch._internal.hints import hinted
 from midepoch.dataset import Dataset
 from midepoch.open import from_files
 from midepoch.order.schedule import OPEN, Schedule
-from midepoch.tools.schedule_run import Run, Stretch, drawn, estimated
+from midepoch.tools.schedule_run import ConstantShares, SimulatedRun, drawn, estimated
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ class SchedulePlan:
     phases: tuple[PhaseUse, ...]
     totals: tuple[Use, ...]
     caps: tuple[Cap, ...]
-    stretches: tuple[Stretch, ...]
+    stretches: tuple[ConstantShares, ...]
     """Shares between two changes of the weights, in the order of the run."""
     problem: str | None
     notes: tuple[str, ...]
@@ -181,7 +181,7 @@ def _report(
     schedule: Schedule,
     names: Sequence[str],
     sizes: Mapping[str, SourceSize],
-    run: Run,
+    run: SimulatedRun,
     ranks: int,
     exact: bool,
     rows_known: bool,
@@ -227,7 +227,12 @@ def _report(
 
 
 def _uses(
-    schedule: Schedule, names: Sequence[str], sizes: Mapping[str, SourceSize], run: Run, phase: int | None, known: bool
+    schedule: Schedule,
+    names: Sequence[str],
+    sizes: Mapping[str, SourceSize],
+    run: SimulatedRun,
+    phase: int | None,
+    known: bool,
 ) -> tuple[Use, ...]:
     """Return the uses of the sources in a phase, or in the run. ``known``: rows are known, not only tokens."""
     rows, taken = (

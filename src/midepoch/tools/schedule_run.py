@@ -11,9 +11,8 @@ import numpy as np
 import numpy.typing as npt
 
 from midepoch.order.schedule import OPEN, Schedule, shares
-from midepoch.order.shard import Shard
-from midepoch.order.turn_counts import count, draw_of
-from midepoch.order.turns import Turns
+from midepoch.order.selection import Shard
+from midepoch.order.turns import Turns, count, draw_of
 from midepoch.pipeline.scheduled import EVENTS
 
 FloatArray = npt.NDArray[np.float64]
@@ -24,7 +23,7 @@ _EXACT_ROWS, _EXACT_STRETCHES = 10**9, 1 << 14
 """Rows, and stretches over all lanes, up to which draws are counted exactly: at most 10 s."""
 
 
-class Stretch(NamedTuple):
+class ConstantShares(NamedTuple):
     """Shares of the sources from one change of the weights to the next. ``stop`` is None without an end."""
 
     phase: int
@@ -43,14 +42,14 @@ class Event(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Run:
+class SimulatedRun:
     """The draws of a run. Infinite numbers are those of a phase without an end."""
 
     rows: FloatArray
     """Draws by phase and source."""
     taken: FloatArray
     """The same in the unit of the schedule."""
-    stretches: tuple[Stretch, ...]
+    stretches: tuple[ConstantShares, ...]
     events: tuple[Event, ...]
     end: tuple[int, int] | None
     """Phase and position at which all sources are used up, if that comes before the end of the schedule."""
@@ -105,12 +104,14 @@ class _Lane:
 
     rows: FloatArray
     taken: FloatArray
-    stretches: list[Stretch] = field(default_factory=list)
+    stretches: list[ConstantShares] = field(default_factory=list)
     events: list[Event] = field(default_factory=list)
     end: tuple[int, float] | None = None
 
 
-def drawn(schedule: Schedule, names: Sequence[str], limits: Sequence[Limit], ranks: int, seed: int) -> Run | None:
+def drawn(
+    schedule: Schedule, names: Sequence[str], limits: Sequence[Limit], ranks: int, seed: int
+) -> SimulatedRun | None:
     """Return the draws of a schedule in rows, exactly. None if there are too many to be counted."""
     last = schedule.total or schedule.plan[-1].start + sum(limit[0] * limit[1] for limit in limits if limit is not None)
     segments = len(schedule.segments(names, Shard()).stops)
@@ -128,7 +129,9 @@ def drawn(schedule: Schedule, names: Sequence[str], limits: Sequence[Limit], ran
     return _joined(lanes, ranks)
 
 
-def estimated(schedule: Schedule, names: Sequence[str], limits: Sequence[Limit], means: Sequence[float]) -> Run:
+def estimated(
+    schedule: Schedule, names: Sequence[str], limits: Sequence[Limit], means: Sequence[float]
+) -> SimulatedRun:
     """Return the draws of a schedule by shares and mean lengths. In a schedule of rows all lengths are 1."""
     lefts = [None if limit is None else limit[0] * limit[1] for limit in limits]
     means = means if schedule.unit == "tokens" else [1.0] * len(names)
@@ -169,7 +172,7 @@ def _run(
                 endless = np.where(np.array(active) > 0, np.inf, 0.0)
                 found.rows[phase] += endless
                 found.taken[phase] += endless
-                found.stretches.append(Stretch(phase, round(position), None, shares(active)))
+                found.stretches.append(ConstantShares(phase, round(position), None, shares(active)))
                 return found
             amount = beyond[0] if beyond is not None else length or 0
             rows = draws.rows(amount)
@@ -179,7 +182,7 @@ def _run(
                 left[source] = max(0.0, left[source] - rows[source])
             if amount:
                 end = position + amount if beyond is not None else stop
-                found.stretches.append(Stretch(phase, round(position), round(end), shares(active)))
+                found.stretches.append(ConstantShares(phase, round(position), round(end), shares(active)))
             position = position + amount if beyond is not None else stop
             if beyond is not None:
                 spent.add(beyond[1])
@@ -189,7 +192,7 @@ def _run(
     return found
 
 
-def _joined(lanes: Sequence[_Lane], ranks: int) -> Run:
+def _joined(lanes: Sequence[_Lane], ranks: int) -> SimulatedRun:
     """Return the run of all lanes. Places are those of the first lane that reaches them, over all lanes."""
     events: dict[int, Event] = {}
     for lane in lanes:
@@ -202,7 +205,7 @@ def _joined(lanes: Sequence[_Lane], ranks: int) -> Run:
         for one in lanes[0].stretches
     )
     ends = [(lane.end[0], round(lane.end[1] * ranks)) for lane in lanes if lane.end is not None]
-    return Run(
+    return SimulatedRun(
         np.sum([lane.rows for lane in lanes], axis=0),
         np.sum([lane.taken for lane in lanes], axis=0),
         stretches,

@@ -10,7 +10,7 @@ from typing import Any
 import pyarrow as pa
 
 from midepoch.errors import MapError
-from midepoch.transforms.map import Columns
+from midepoch.transforms.map import TableColumns
 
 
 @dataclass(frozen=True)
@@ -67,4 +67,4 @@ class Transform:
                     f"a transform gets a batch and returns one: column {name!r} must have one value for each row, got "
                     f"{values!r:.60} for one row. Use map for a function of single rows"
                 )
-        return Columns({name: values[0] for name, values in result.items()})
+        return TableColumns({name: values[0] for name, values in result.items()})

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from midepoch.errors import MapError, MidepochError
-from midepoch.order.keys import derive, derive_many
+from midepoch.order.bijection import derive, derive_many
 from midepoch.sources.damage import is_damage
 from midepoch.transforms.batch import Batch
 from midepoch.transforms.columns import check_columns

@@ -27,7 +27,7 @@ import numpy.typing as npt
 
 from midepoch._internal.imports import loaded
 from midepoch.errors import MidepochError
-from midepoch.order.keys import derive
+from midepoch.order.bijection import derive
 
 T = TypeVar("T")
 _log = logging.getLogger("midepoch")
@@ -43,7 +43,7 @@ class Seeds:
     """Seeds of the rows of one step in one epoch."""
 
     def __init__(self, key: npt.NDArray[np.uint64], watched: int) -> None:
-        self._key, self._watched, self._last = key, watched, None  # type: tuple[Any, int, Snapshot | None]
+        self._key, self._watched, self._last = key, watched, None  # type: tuple[Any, int, GeneratorStates | None]
         self.calls = 0
         self.drew: frozenset[str] = frozenset()
         """The generators from which something was drawn, as far as it was checked."""
@@ -65,7 +65,7 @@ class Seeds:
         if (torch := _torch_generator()) is not None:
             torch.manual_seed(seed >> 32)
         if self.calls <= self._watched and not self.drew:
-            self._last = Snapshot()
+            self._last = GeneratorStates()
 
     def look(self) -> None:
         """Record whether the last call has drawn anything, if it is checked."""
@@ -98,7 +98,7 @@ class Generators:
         """
         if self._drawing is not None:
             return self._run_in_thread(function, where, action, self._drawing, repeatable=repeatable)
-        left, before = self._left.get(function, _TRIAL), Snapshot()
+        left, before = self._left.get(function, _TRIAL), GeneratorStates()
         if left == 0 and repeatable and before.is_complete:
             try:
                 result = action(None)
@@ -141,7 +141,7 @@ class Generators:
 
         Replacing them costs some time for every function of torch, and is only done for functions that draw.
         """
-        before = Snapshot()
+        before = GeneratorStates()
         if function not in drawing:
             result = action(None)
             drawn = before.drawn()
@@ -151,7 +151,7 @@ class Generators:
             drawing.add(function)
             if not repeatable:
                 return result
-            before = Snapshot()
+            before = GeneratorStates()
         with ThreadSeeds(self._key(*where)) as own:
             result = action(own)
         self._warn_of(function, before.drawn())
@@ -253,7 +253,7 @@ def _thread_mode() -> Any:
     return OwnGenerator
 
 
-class Snapshot:
+class GeneratorStates:
     """The states of the global generators at one moment. It takes 20 µs, numpy's own functions 80 µs each.
 
     A ``RandomState`` may cache a normal number beside the words of its generator, which only numpy's functions return.
@@ -268,12 +268,12 @@ class Snapshot:
         self._generator = np.random.get_bit_generator()  # type: ignore[attr-defined]
         self._words = _words(self._generator)
         self._numpy: Any = None
-        if self._words is None or self._words != Snapshot._without_normal:
+        if self._words is None or self._words != GeneratorStates._without_normal:
             state: Any = np.random.get_state(legacy=False)
             if self._words is None or state["has_gauss"]:
                 self._numpy = state
             else:
-                Snapshot._without_normal = self._words
+                GeneratorStates._without_normal = self._words
 
     @property
     def is_complete(self) -> bool:

@@ -54,7 +54,7 @@ class Map(Function):
         if len(kept) < len(batch):
             batch = batch.keep(np.array(kept, dtype=np.int64))
         columns = {name: column for name, column in batch.columns.items() if name not in self.remove_columns}
-        if isinstance(made, Columns):
+        if isinstance(made, TableColumns):
             columns = {}
         nullable = {name: paths for name, paths in batch.nullable.items() if name not in made}
         return batch.with_columns({**columns, **made}, nullable)
@@ -78,7 +78,7 @@ class Map(Function):
         if isinstance(result, pa.RecordBatch):
             result = pa.Table.from_batches([result])
         if isinstance(result, pa.Table):
-            return Columns.of(result, batched=self.batched)
+            return TableColumns.of(result, batched=self.batched)
         if not isinstance(result, Mapping):
             raise MapError(f"the function must return a dict of columns or None, it returned {type(result).__name__}")
         return result
@@ -89,7 +89,7 @@ class Map(Function):
         """
         if not before or (type(result) is type(before[0]) is dict and result.keys() == before[0].keys()):
             return
-        if before and result and before[0] and isinstance(result, Columns) != isinstance(before[0], Columns):
+        if before and result and before[0] and isinstance(result, TableColumns) != isinstance(before[0], TableColumns):
             raise DifferentColumnsError(
                 f"map({self.name}) returned a table for some rows and a dict for others, as of row {row} of the "
                 "dataset. Return the same for every row"
@@ -154,17 +154,17 @@ class Map(Function):
         return batch.made_of(columns, np.array(parents, dtype=np.int64))
 
 
-class Columns(dict[str, Any]):
+class TableColumns(dict[str, Any]):
     """Columns of an Arrow table that a function returned. They replace all columns of its rows."""
 
     @staticmethod
-    def of(table: pa.Table, *, batched: bool) -> Columns:
+    def of(table: pa.Table, *, batched: bool) -> TableColumns:
         if batched:
             arrays = (pa.concat_arrays(c.chunks) if c.num_chunks else pa.array([], c.type) for c in table.columns)
-            return Columns(zip(table.column_names, arrays, strict=True))
+            return TableColumns(zip(table.column_names, arrays, strict=True))
         if table.num_rows != 1:
             raise MapError(f"a function of one row must return a table of one row, it returned {table.num_rows} rows")
-        return Columns(table.to_pylist()[0])
+        return TableColumns(table.to_pylist()[0])
 
 
 def _names(results: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -172,7 +172,7 @@ def _names(results: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _like(results: Sequence[Mapping[str, Any]], columns: dict[str, Any]) -> dict[str, Any]:
-    return Columns(columns) if results and isinstance(results[0], Columns) else columns
+    return TableColumns(columns) if results and isinstance(results[0], TableColumns) else columns
 
 
 def made_rows(result: Mapping[str, Any]) -> int:

@@ -38,7 +38,7 @@ class Pieces(NamedTuple):
     lengths: Int64Array
 
 
-class Columns(NamedTuple):
+class PieceColumns(NamedTuple):
     """Pieces of documents in sequences. Those of sequence k begin at ``edges[k]``.
 
     A piece is ``length`` tokens of a document, from ``start`` on. A length of -1 is all of a row that was not packed.
@@ -51,10 +51,10 @@ class Columns(NamedTuple):
     length: Int32Array
 
     @staticmethod
-    def of(edges: npt.NDArray[Any], columns: Iterable[npt.NDArray[Any]]) -> Columns:
+    def of(edges: npt.NDArray[Any], columns: Iterable[npt.NDArray[Any]]) -> PieceColumns:
         """Return columns of the right types. ``columns``: source, row, start and length of the pieces."""
         source, row, start, length = columns
-        return Columns(_small(edges), source, row, _small(start), _small(length))
+        return PieceColumns(_small(edges), source, row, _small(start), _small(length))
 
 
 class PieceTable:
@@ -63,11 +63,11 @@ class PieceTable:
     Batches are slices of it. The columns are computed when they are first read.
     """
 
-    def __init__(self, count: int, columns: Callable[[], Columns], *, packed: bool = True) -> None:
+    def __init__(self, count: int, columns: Callable[[], PieceColumns], *, packed: bool = True) -> None:
         self.count, self._make, self.packed = count, columns, packed
 
     @cached_property
-    def columns(self) -> Columns:
+    def columns(self) -> PieceColumns:
         """All columns."""
         made = self._make()
         self._make = lambda: made  # the arrays from which they are computed are not needed any more
@@ -97,9 +97,9 @@ class _Rows(PieceTable):
         self.count, self.packed, self._rows, self._leaves = len(rows), False, rows, leaves
 
     @cached_property
-    def columns(self) -> Columns:
+    def columns(self) -> PieceColumns:
         count, (source, row) = self.count, self.identified
-        return Columns.of(np.arange(count + 1), (source, row, np.zeros(count), np.full(count, -1)))
+        return PieceColumns.of(np.arange(count + 1), (source, row, np.zeros(count), np.full(count, -1)))
 
     @cached_property
     def identified(self) -> tuple[Int16Array, Int64Array]:
@@ -115,24 +115,24 @@ class DocumentTable:
         self.whole, self.begin, self.end, self.parts = whole, begin, end, parts
 
     @staticmethod
-    def later(count: int, columns: Callable[[], Columns]) -> DocumentTable:
+    def later(count: int, columns: Callable[[], PieceColumns]) -> DocumentTable:
         """Return the table of packed sequences, computed when it is read."""
         return DocumentTable(PieceTable(count, columns), 0, count)
 
     @staticmethod
     def of_columns(edges: npt.NDArray[Any], columns: Iterable[npt.NDArray[Any]]) -> DocumentTable:
         """Return the table of all sequences. ``columns``: source, row, start and length of the pieces."""
-        found = Columns.of(edges, columns)
+        found = PieceColumns.of(edges, columns)
         return DocumentTable.later(len(edges) - 1, lambda: found)
 
     @staticmethod
     def of(count: int, pieces: Callable[[], Pieces], rows: Int64Array, leaves: Leaves) -> DocumentTable:
         """Return the table of packed sequences. ``rows``, ``leaves``: of the documents that are packed together."""
 
-        def columns() -> Columns:
+        def columns() -> PieceColumns:
             bounds, documents, starts, lengths = pieces()
             sources = _each(leaves, len(documents)) if isinstance(leaves, int) else leaves[documents]
-            return Columns.of(bounds, (sources, rows[documents], starts, lengths))
+            return PieceColumns.of(bounds, (sources, rows[documents], starts, lengths))
 
         return DocumentTable.later(count, columns)
 
@@ -184,28 +184,28 @@ class DocumentTable:
             source, row = whole.identified
             return DocumentTable.of_rows(row[places + begin], source[places + begin])
 
-        def columns() -> Columns:
+        def columns() -> PieceColumns:
             edges = whole.columns.edges.astype(np.int64)
             firsts = edges[places + begin]
             counts = edges[places + begin + 1] - firsts
             kept = np.append(0, np.cumsum(counts))
             chosen = np.arange(kept[-1]) + np.repeat(firsts - kept[:-1], counts)
-            return Columns.of(kept, (column[chosen] for column in whole.columns[1:]))
+            return PieceColumns.of(kept, (column[chosen] for column in whole.columns[1:]))
 
         return DocumentTable.later(len(places), columns)
 
     def as_one(self) -> DocumentTable:
         """Return the table of all sequences as one."""
-        return DocumentTable.later(1, lambda: Columns.of(self.bounds[[0, -1]], self.columns))
+        return DocumentTable.later(1, lambda: PieceColumns.of(self.bounds[[0, -1]], self.columns))
 
     @staticmethod
     def join(parts: Sequence[DocumentTable]) -> DocumentTable:
         """Concatenate tables."""
 
-        def columns() -> Columns:
+        def columns() -> PieceColumns:
             counts = np.concatenate([np.diff(part.bounds) for part in parts])
             joined = (np.concatenate(column) for column in zip(*(part.columns for part in parts), strict=True))
-            return Columns.of(np.append(0, np.cumsum(counts)), joined)
+            return PieceColumns.of(np.append(0, np.cumsum(counts)), joined)
 
         count = sum(map(len, parts))
         return DocumentTable(PieceTable(count, columns), 0, count, tuple(parts))

@@ -14,7 +14,7 @@ from clock import Clock
 from data import Numbers
 from forks import forked
 from midepoch.audit import Ledger, read_run
-from midepoch.audit.starts import process_space
+from midepoch.audit.ledger import process_space
 from midepoch.tools.report import collect
 from midepoch.tools.report.now import _state, now
 

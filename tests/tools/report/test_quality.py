@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import midepoch
-from midepoch.order import Layout, Order, Selection, Shuffle
+from midepoch.order import Order, Selection, Shuffle, SourceLayout
 from midepoch.tools.report.quality import quality
 
 
@@ -50,7 +50,10 @@ def test_by_label(labelled_files: str) -> None:
 
 
 def test_labels_that_alternate() -> None:
-    order, layout = Order(Selection.of_ranges([(0, 32_768)]), Shuffle(1, "rows")), Layout(*[np.array([0, 32_768])] * 2)
+    order, layout = (
+        Order(Selection.of_ranges([(0, 32_768)]), Shuffle(1, "rows")),
+        SourceLayout(*[np.array([0, 32_768])] * 2),
+    )
     found = quality(order, layout, 0, batch=256, labels=lambda rows: (rows % 2).tolist())
     assert found["mine"]["imbalance"]["mean"] < 0.1
 
@@ -79,7 +82,7 @@ def test_serial_correlation_is_the_coefficient_of_all_pairs(labelled_files: str,
 
 
 def test_serial_correlation_of_large_data_in_order_is_one() -> None:
-    order, layout = Order(Selection.of_ranges([(0, 10**7)])), Layout(*[np.array([0, 10**7])] * 2)
+    order, layout = Order(Selection.of_ranges([(0, 10**7)])), SourceLayout(*[np.array([0, 10**7])] * 2)
     found = quality(order, layout, 0, batch=256)
     assert [one[1] for one in found["mine"]["serial"]] == pytest.approx([1.0] * 11)
     assert found["spans"] == [8, 4096] and found["mine"]["serial"][0][2] == 8 * 4095

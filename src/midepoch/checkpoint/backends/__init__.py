@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Protocol
 from urllib.parse import quote
 
-from midepoch.checkpoint.tree import Encoded
+from midepoch.checkpoint.tree import EncodedTree
 from midepoch.distributed.world import World, jax_processes, process_group
 
 _EXTRAS = {"orbax": "jax", "dcp": "torch"}
@@ -26,7 +26,7 @@ ReadJson = Callable[[str], Any]
 class Snapshot:
     """Models at the moment of the call: JSON for midepoch to save, and a writer of the arrays, if there are any."""
 
-    parts: dict[str, Encoded]
+    parts: dict[str, EncodedTree]
     write: Callable[[Path], None] | None
 
 

@@ -30,7 +30,7 @@ from midepoch.checkpoint.backends import ReadJson, Restorable, Snapshot, quoted_
 from midepoch.checkpoint.files import BytesSource
 from midepoch.checkpoint.stateful import check_fits, is_distributed, load_state, restore_targets, state_of
 from midepoch.checkpoint.tensor_files import StoredArray
-from midepoch.checkpoint.tree import Encoded, array_specs, decode, encode
+from midepoch.checkpoint.tree import EncodedTree, array_specs, decode, encode
 from midepoch.distributed.world import World
 from midepoch.errors import CheckpointDamagedError, CheckpointError, CheckpointMismatchError
 
@@ -70,7 +70,7 @@ class DcpBackend:
             with _errors_of(self._rank):
                 dcp.save(tensors, storage_writer=writer, process_group=self._group, no_dist=self._alone)
 
-        json = {name: Encoded({"by": by, "tree": each.json}) for name, (by, each) in encoded.items()}
+        json = {name: EncodedTree({"by": by, "tree": each.json}) for name, (by, each) in encoded.items()}
         return Snapshot(json, write if tensors else None)
 
     def load(self, folder: Path, models: Mapping[str, Any], read: ReadJson, *, allow_pickle: bool) -> list[Restorable]:
@@ -129,7 +129,7 @@ def make_backend(world: World) -> DcpBackend:
     return DcpBackend(world)
 
 
-def _encoded(models: Mapping[str, Any], name: str, allow_pickle: bool, *, saving: bool) -> tuple[str, Encoded]:
+def _encoded(models: Mapping[str, Any], name: str, allow_pickle: bool, *, saving: bool) -> tuple[str, EncodedTree]:
     """Return the encoded state of a model; for a sharded one with keys that do not depend on its shards ("names").
 
     torch creates the state of a new optimizer by a step with a learning rate of 0, which counts as a step: such a

@@ -17,7 +17,7 @@ import orbax.checkpoint as ocp
 from midepoch.checkpoint.arrays import SAFETENSORS, ArraySpec, bytes_of, make_array
 from midepoch.checkpoint.backends import ReadJson, Restorable, Snapshot, quoted_name
 from midepoch.checkpoint.stateful import check_fits, load_state, state_of
-from midepoch.checkpoint.tree import Encoded, array_specs, decode, encode
+from midepoch.checkpoint.tree import EncodedTree, array_specs, decode, encode
 from midepoch.distributed.world import World
 from midepoch.errors import CheckpointDamagedError
 
@@ -37,7 +37,7 @@ class OrbaxBackend:
             with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
                 checkpointer.save(folder, args=ocp.args.PyTreeSave(tree))
 
-        return Snapshot({name: Encoded(each.json) for name, each in encoded.items()}, write if tree else None)
+        return Snapshot({name: EncodedTree(each.json) for name, each in encoded.items()}, write if tree else None)
 
     def load(self, folder: Path, models: Mapping[str, Any], read: ReadJson, *, allow_pickle: bool) -> list[Restorable]:
         loaded = []
@@ -74,7 +74,7 @@ def make_backend(world: World) -> OrbaxBackend:  # noqa: ARG001  Orbax asks JAX 
     return OrbaxBackend()
 
 
-def _encoded(model: Any, name: str, allow_pickle: bool) -> Encoded:
+def _encoded(model: Any, name: str, allow_pickle: bool) -> EncodedTree:
     return encode(state_of(model), name, inline=0, distributed=("jax",), allow_pickle=allow_pickle)
 
 

@@ -65,7 +65,7 @@ class ResumablePreparation(ResumableTraining):
         return super()._precompute_ref_logps(dataset, *rest, **named)  # type: ignore[misc]
 
 
-class Packing(ResumablePreparation):
+class PackedPreparation(ResumablePreparation):
     """Preparation that may pack rows, with the strategies of TRL."""
 
     def _prepare_dataset(
@@ -91,7 +91,7 @@ class Packing(ResumablePreparation):
         return packed.map(_unpadded, fn_kwargs={"lengths": strategy == "best_fit"}, remove_columns=removed)
 
 
-class ResumableSFTTrainer(Packing, SFTTrainer):  # type: ignore[misc]
+class ResumableSFTTrainer(PackedPreparation, SFTTrainer):  # type: ignore[misc]
     """``SFTTrainer`` whose data resumes exactly where a checkpoint was saved, on any number of ranks."""
 
 

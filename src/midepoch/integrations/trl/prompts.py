@@ -25,7 +25,7 @@ _ROW = "midepoch_row"
 """Name of the column with the number of a completion in the generation batch of its rank."""
 
 
-class Layout(NamedTuple):
+class GenerationLayout(NamedTuple):
     """Division of a generation batch into completions by rank and micro-batch, the same on all ranks.
 
     TRL repeats each prompt ``generations`` times and gives each rank ``size × slices`` consecutive completions. A rank
@@ -62,10 +62,10 @@ class Layout(NamedTuple):
         return min(steps, self.slices * self.iterations)
 
 
-class Generation(list[Any]):
+class GenerationBatch(list[Any]):
     """Rows of one generation batch for one rank, with the leases of its prompts on all ranks."""
 
-    def __init__(self, leases: Sequence[Any], layout: Layout, rank: int) -> None:
+    def __init__(self, leases: Sequence[Any], layout: GenerationLayout, rank: int) -> None:
         self.waiting = dict(enumerate(leases))
         """Leases by number of the prompt that are still to be trained on."""
         self.used, self.grouped = 0, False
@@ -86,7 +86,7 @@ class ResumablePrompts(ResumableTraining):
     multiple of ``num_generations``, or if every generation is used in one step, which is the default of TRL.
     """
 
-    _generation: Generation | None = None
+    _generation: GenerationBatch | None = None
     _trained: list[Any]  # leases to be acknowledged after the next optimizer step
 
     def __init__(self, *rest: Any, train_dataset: Any, **named: Any) -> None:
@@ -104,9 +104,9 @@ class ResumablePrompts(ResumableTraining):
         self._generation, self._trained = None, []
         return super().train(*rest, **named)
 
-    def _layout(self: Any) -> Layout:
+    def _layout(self: Any) -> GenerationLayout:
         args = self.args
-        return Layout(
+        return GenerationLayout(
             self.num_generations,
             self._train_batch_size,
             args.steps_per_generation,
@@ -148,7 +148,7 @@ class ResumablePrompts(ResumableTraining):
 
     def _generate_and_score_completions(self: Any, inputs: Any) -> dict[str, Any]:
         output: dict[str, Any] = super()._generate_and_score_completions(inputs)  # type: ignore[misc]
-        if isinstance(inputs, Generation):
+        if isinstance(inputs, GenerationBatch):
             device = output["completion_mask"].device
             output[_ROW] = torch.arange(len(inputs), device=device)
             padding = torch.tensor(inputs.padding, device=device)
@@ -159,7 +159,7 @@ class ResumablePrompts(ResumableTraining):
         return output
 
     def _prepare_inputs(self: Any, batch: Any) -> Any:
-        if not isinstance(batch, Generation):
+        if not isinstance(batch, GenerationBatch):
             return super()._prepare_inputs(batch)  # type: ignore[misc]
         is_new = batch is not self._generation
         if is_new:
@@ -204,7 +204,12 @@ class _Generations(_Batches):
     """
 
     def __init__(
-        self, loader: Loader, to_be_skipped: Callable[[Loader], int], layout: Layout, rank: int, epochs: int | None
+        self,
+        loader: Loader,
+        to_be_skipped: Callable[[Loader], int],
+        layout: GenerationLayout,
+        rank: int,
+        epochs: int | None,
     ) -> None:
         super().__init__(loader, to_be_skipped)
         self._layout, self._rank, self._epochs = layout, rank, epochs
@@ -216,12 +221,12 @@ class _Generations(_Batches):
         # chain, because "yield from" would close the batches with the Trainer's epoch.
         yield from chain(repeat(None, skipped), self._batches)
 
-    def _over_epochs(self) -> Iterator[Generation]:
+    def _over_epochs(self) -> Iterator[GenerationBatch]:
         while self._epochs is None or self.loader.epoch < self._epochs:
             with self.loader.lease() as leases:
                 while prompts := list(islice(leases, self._layout.prompts)):
                     copies = self._layout.micro_batches(len(prompts))
-                    yield from repeat(Generation(prompts, self._layout, self._rank), copies)
+                    yield from repeat(GenerationBatch(prompts, self._layout, self._rank), copies)
 
     def __len__(self) -> int:
         length = _length(self.loader, self._layout)
@@ -234,7 +239,7 @@ class _Generations(_Batches):
         return self.loader.pipeline.rows if self.loader.pipeline.has_positions else len(self.loader)
 
 
-def _length(loader: Loader, layout: Layout) -> int | None:
+def _length(loader: Loader, layout: GenerationLayout) -> int | None:
     """Return the micro-batches of an epoch on one rank, or None if the number is unknown."""
     if not loader.pipeline.has_positions:
         return None
@@ -242,7 +247,7 @@ def _length(loader: Loader, layout: Layout) -> int | None:
     return complete * layout.micro_batches(layout.prompts) + layout.micro_batches(rest)
 
 
-def _check_steps(layout: Layout, has_length: bool) -> None:
+def _check_steps(layout: GenerationLayout, has_length: bool) -> None:
     uses, accumulated = layout.slices * layout.iterations, layout.accumulated
     if accumulated > uses and not has_length:
         raise ValueError(

@@ -41,7 +41,7 @@ def is_array(footer: bytes) -> bool:
 def scan_array(store: Store, entry: Entry, parser: Parser, *, start: int, skip_damage: bool) -> Scanned:
     """Divide an array whose first element may begin at byte ``start`` into blocks, and parse every block once."""
     name = store.name(entry.path)
-    pieces = lines.Pieces(store, entry, start, salvage=skip_damage)
+    pieces = lines.FilePieces(store, entry, start, salvage=skip_damage)
     text = _Array(name, pieces, start, skip_damage)
     found = Scanned(pa.schema([]), inferred=True, stop=start)
     schemas: list[pa.Schema] = []
@@ -108,7 +108,7 @@ class _Array:
     ``number``: that of the first element of the last block. ``is_complete``: all elements were found.
     """
 
-    def __init__(self, name: str, pieces: lines.Pieces, start: int, skip_damage: bool) -> None:
+    def __init__(self, name: str, pieces: lines.FilePieces, start: int, skip_damage: bool) -> None:
         self._name, self._pieces, self._offset, self._skips = name, pieces, start, skip_damage
         self._next = self.number = 0
         self.is_complete = True

@@ -63,7 +63,7 @@ class Dialect(Protocol):
 def scan_lines(store: Store, entry: Entry, dialect: Dialect, *, start: int, skip_damage: bool) -> Scanned:
     """Divide a file from byte ``start`` on into blocks, and parse every block once."""
     name = store.name(entry.path)
-    pieces = Pieces(store, entry, start, salvage=skip_damage)
+    pieces = FilePieces(store, entry, start, salvage=skip_damage)
     text = _Text(pieces, start, dialect)
     found = Scanned(pa.schema([]), inferred=True)
     schemas: list[pa.Schema] = []
@@ -116,7 +116,7 @@ def _read(
         raise FormatError(f"{name}: {dialect.refused(problem)}") from None
 
 
-class Pieces:
+class FilePieces:
     """Iterable over the contents of a file from byte ``start`` on, in pieces of ``_READ`` bytes.
 
     ``salvage``: use the readable part of a damaged compressed file, and set ``is_damaged``.
@@ -177,7 +177,7 @@ class _Text:
     ``offset`` and ``line`` are those of the last piece. ``is_cut``: that piece is known to end with a row.
     """
 
-    def __init__(self, pieces: Pieces, start: int, dialect: Dialect) -> None:
+    def __init__(self, pieces: FilePieces, start: int, dialect: Dialect) -> None:
         self._pieces, self._dialect = pieces, dialect
         self.offset, self._line = start, 1
         self.is_cut = False

@@ -16,7 +16,7 @@ import pyarrow as pa
 
 from midepoch.errors import DataNotFoundError, FormatError
 from midepoch.sources.formats.base import Block, Member, NoStatistics, Scanned
-from midepoch.sources.formats.litdata_chunks import ARROW_MAGIC, FRAMED_MAGIC, ArrowChunk, Chunk, FramedChunk
+from midepoch.sources.formats.litdata_chunks import ARROW_MAGIC, FRAMED_MAGIC, ArrowChunk, FramedChunk, LitdataChunk
 from midepoch.sources.manifests import files_beside, inside, read_manifest
 from midepoch.sources.stores import Entry, Store
 
@@ -43,7 +43,7 @@ class LitDataFormat(NoStatistics):
         described = {key: about[key] for key in ("leaves", "spec", "samples", "dim", "bytes", "block")}
         digest = hashlib.blake2b(json.dumps(described, sort_keys=True).encode(), digest_size=16)
         with store.open(member.entry) as file:
-            chunk = Chunk(file, about, name)
+            chunk = LitdataChunk(file, about, name)
             head = chunk.read_beginning(4 * (about["samples"] + 2) + _PROBE)
             framed = head.startswith(FRAMED_MAGIC)
             if framed != (about["level"] == "batch"):
@@ -63,7 +63,7 @@ class LitDataFormat(NoStatistics):
     def decode(self, store: Store, block: Block, schema: pa.Schema, columns: Sequence[str]) -> pa.Table:  # noqa: ARG002
         name = store.name(block.entry.path)
         with store.open(block.entry) as file:
-            chunk, offsets = Chunk.of_footer(file, block.footer, name)
+            chunk, offsets = LitdataChunk.of_footer(file, block.footer, name)
             if chunk.about["layout"] == "arrow":
                 return ArrowChunk(chunk).decoded(block, offsets, columns)
             data = FramedChunk(chunk) if chunk.about["layout"] == "framed" else chunk

@@ -26,7 +26,7 @@ from midepoch.sources.formats.records import (
     fixed_arrays,
     naming,
 )
-from midepoch.sources.formats.shards import Shard, beginning, contents_of, damaged_offset, footer_parts, offsets_in
+from midepoch.sources.formats.shards import ShardFile, beginning, contents_of, damaged_offset, footer_parts, offsets_in
 from midepoch.sources.formats.shards import packed_footer as packed
 from midepoch.sources.formats.tokens import COLUMN
 from midepoch.sources.formats.trees import Tree, parsed_tree
@@ -40,18 +40,18 @@ _COMPRESSED_BLOCK = 256 << 20
 _ALL = 1 << 62
 
 
-class Chunk:
+class LitdataChunk:
     """An open chunk: samples with their offsets, or tokens. The whole file may be compressed."""
 
     def __init__(self, file: OpenFile, about: dict[str, Any], name: str) -> None:
         self.file, self.about, self.name = file, about, name
         size = file.size if about["codec"] is None else _ALL
-        self._shard = Shard(Entry("", file.size, 0), about["codec"], size)
+        self._shard = ShardFile(Entry("", file.size, 0), about["codec"], size)
 
     @staticmethod
-    def of_footer(file: OpenFile, footer: bytes, name: str) -> tuple[Chunk, Int64Array]:
+    def of_footer(file: OpenFile, footer: bytes, name: str) -> tuple[LitdataChunk, Int64Array]:
         about, offsets = footer_parts(footer)
-        return Chunk(file, about, name), offsets
+        return LitdataChunk(file, about, name), offsets
 
     @cached_property
     def whole(self) -> bytes:
@@ -180,10 +180,10 @@ class Chunk:
         return np.frombuffer(b"".join(parts), np.uint8), ends
 
 
-class FramedChunk(Chunk):
+class FramedChunk(LitdataChunk):
     """A chunk whose samples are compressed in frames. Their offsets are those in the decompressed frames."""
 
-    def __init__(self, chunk: Chunk) -> None:
+    def __init__(self, chunk: LitdataChunk) -> None:
         super().__init__(chunk.file, chunk.about, chunk.name)
 
     def scanned(self, head: bytes) -> Scanned:
@@ -233,7 +233,7 @@ class FramedChunk(Chunk):
 class ArrowChunk:
     """A chunk whose rows are an Arrow file between its offsets and its last 12 bytes."""
 
-    def __init__(self, chunk: Chunk) -> None:
+    def __init__(self, chunk: LitdataChunk) -> None:
         self._chunk = chunk
         tail = chunk.read(chunk.size - 12, chunk.size).tobytes()
         self._length = int.from_bytes(tail[:4], "little")

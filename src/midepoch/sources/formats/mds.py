@@ -21,7 +21,7 @@ from midepoch.sources.formats.base import Block, Member, NoStatistics, Scanned
 from midepoch.sources.formats.mds_encodings import Encoding, encoding_of
 from midepoch.sources.formats.records import Int64Array, Values, check_kind, columns_of, cut, naming
 from midepoch.sources.formats.shards import (
-    Shard,
+    ShardFile,
     beginning,
     contents_of,
     damaged_offset,
@@ -49,7 +49,7 @@ class MdsFormat(NoStatistics):
 
     def scan_member(self, store: Store, member: Member) -> Scanned:
         entry, about = member.entry, member.about
-        name, shard = store.name(entry.path), Shard(entry, about["codec"], about["bytes"])
+        name, shard = store.name(entry.path), ShardFile(entry, about["codec"], about["bytes"])
         samples, text = about["samples"], about.get("text")
         table = 4 * (samples + 2)
         lines = None if text is None else _line_offsets(store, about)
@@ -83,7 +83,7 @@ class MdsFormat(NoStatistics):
         about, offsets = footer_parts(block.footer)
         first, stop = block.offset, about["samples"] if block.end is None else block.end
         begin, end = int(offsets[first]), int(offsets[stop])
-        shard = Shard(block.entry, about["codec"], about["bytes"])
+        shard = ShardFile(block.entry, about["codec"], about["bytes"])
         name = store.name(block.entry.path)
         with store.open(block.entry) as file:
             data = contents_of(file, shard, begin, end, name)
@@ -172,7 +172,7 @@ def _candidates(store: Store, manifest: Entry, shard: dict[str, Any], part: str)
 def _line_offsets(store: Store, about: dict[str, Any]) -> Int64Array:
     """Return the offsets of the lines of a shard, from the file beside it."""
     meta: Member = about["meta"]
-    shard = Shard(meta.entry, meta.about["codec"], meta.about["bytes"])
+    shard = ShardFile(meta.entry, meta.about["codec"], meta.about["bytes"])
     name = store.name(meta.entry.path)
     with store.open(meta.entry) as file:
         return offsets_in(beginning(file, shard, 4 * (about["samples"] + 2), name), about["samples"], name, least=0)

@@ -14,8 +14,8 @@ import pyarrow.parquet as pq
 from midepoch.errors import FormatError
 from midepoch.sources.dictionaries import has_large_text, large_text, plain_type
 from midepoch.sources.formats.base import Block, Scanned
-from midepoch.sources.formats.parquet_chunks import BINARY, Chunks, Column, column_chunks, columns, sound
-from midepoch.sources.formats.parquet_nulls import Leaf, all_paths, leaves, null_paths
+from midepoch.sources.formats.parquet_chunks import BINARY, Chunks, LeafColumn, column_chunks, columns, sound
+from midepoch.sources.formats.parquet_nulls import NullLeaf, all_paths, leaves, null_paths
 from midepoch.sources.stores import Entry, OpenFile, Store
 
 _MAGIC = b"PAR1"
@@ -210,8 +210,8 @@ _leaves = lru_cache(maxsize=32)(leaves)
 
 
 class _Described(NamedTuple):
-    leaves: list[Leaf]
-    columns: list[Column]
+    leaves: list[NullLeaf]
+    columns: list[LeafColumn]
     chunks: list[Chunks]  # of each row group; empty if the footer has an unknown form
 
 

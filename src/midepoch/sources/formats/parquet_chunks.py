@@ -21,7 +21,7 @@ MOST_BYTES = (1 << 31) - 1
 """Maximum bytes of an array of text with 32-bit offsets. Larger arrays have to be large_string."""
 
 
-class Column(NamedTuple):
+class LeafColumn(NamedTuple):
     """A leaf of the schema: its physical type, the bytes of a value if they are fixed, and its maximum levels."""
 
     kind: int
@@ -95,7 +95,7 @@ def _statistics(footer: bytes, at: int) -> Fields:
     return struct_fields(footer, column[12])[0] if 12 in column else {}
 
 
-def sound(footer: bytes, at: int | None, column: Column) -> bool:
+def sound(footer: bytes, at: int | None, column: LeafColumn) -> bool:
     """Return True if pyarrow can read the statistics of a chunk."""
     if at is None:
         return False
@@ -120,11 +120,11 @@ def definition_levels(footer: bytes, at: int | None) -> list[int] | None:
     return integers(footer, sizes[3]) if 3 in sizes else None
 
 
-def columns(footer: bytes) -> list[Column]:
+def columns(footer: bytes) -> list[LeafColumn]:
     """Return the columns of a row group. Raise ``ValueError`` or ``IndexError`` for a damaged footer."""
     file, _ = struct_fields(footer, 0, only=2)
     elements = structs(footer, file[2])
-    found: list[Column] = []
+    found: list[LeafColumn] = []
     groups = [(len(elements), 0, 0)]  # children to come, and the levels of the group
     for number, element in enumerate(elements):
         left, definition, repetition = groups.pop()
@@ -137,7 +137,7 @@ def columns(footer: bytes) -> list[Column]:
         elif number:
             kind = _number(footer, element, 1)
             width = _number(footer, element, 2) if kind == _FIXED else _WIDTHS.get(kind, 0)
-            found.append(Column(kind, width, definition, repetition))
+            found.append(LeafColumn(kind, width, definition, repetition))
     return found
 
 

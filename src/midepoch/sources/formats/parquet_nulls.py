@@ -13,7 +13,7 @@ from midepoch.sources.formats.parquet_chunks import Chunks, definition_levels
 Path = tuple[str, ...]
 
 
-class Node(NamedTuple):
+class NullNode(NamedTuple):
     """A column, or a field inside it, that may be null: its definition level is then ``level - 1``."""
 
     path: Path
@@ -21,37 +21,37 @@ class Node(NamedTuple):
     in_list: bool
 
 
-class Leaf(NamedTuple):
+class NullLeaf(NamedTuple):
     """A leaf of the schema, which is one chunk of each row group."""
 
     column: str
-    nodes: tuple[Node, ...]
+    nodes: tuple[NullNode, ...]
     level: int
 
 
-def leaves(schema: pa.Schema) -> list[Leaf]:
+def leaves(schema: pa.Schema) -> list[NullLeaf]:
     """Return the leaves of a schema, in the order of a row group's chunks."""
-    return [leaf for field in schema for leaf in _leaves(field, Leaf(field.name, (), 0), (), in_list=False)]
+    return [leaf for field in schema for leaf in _leaves(field, NullLeaf(field.name, (), 0), (), in_list=False)]
 
 
-def _leaves(field: pa.Field, above: Leaf, path: Path, *, in_list: bool) -> Iterator[Leaf]:
+def _leaves(field: pa.Field, above: NullLeaf, path: Path, *, in_list: bool) -> Iterator[NullLeaf]:
     path, nodes, level = (*path, field.name), above.nodes, above.level
     if field.nullable:
         level += 1
-        nodes = (*nodes, Node(path, level, in_list))
+        nodes = (*nodes, NullNode(path, level, in_list))
     kind = field.type
     while isinstance(kind, pa.BaseExtensionType):
         kind = kind.storage_type
     if not kind.num_fields or pt.is_dictionary(kind):
-        yield Leaf(above.column, nodes, level)
+        yield NullLeaf(above.column, nodes, level)
         return
     repeated = not pt.is_struct(kind)
-    here = Leaf(above.column, nodes, level + repeated)
+    here = NullLeaf(above.column, nodes, level + repeated)
     for i in range(kind.num_fields):
         yield from _leaves(kind.field(i), here, path, in_list=in_list or repeated)
 
 
-def null_paths(footer: bytes, found: Sequence[Leaf], groups: Sequence[Chunks]) -> set[Path]:
+def null_paths(footer: bytes, found: Sequence[NullLeaf], groups: Sequence[Chunks]) -> set[Path]:
     """Return the paths with a null. An undecided path counts as one with a null, except inside lists.
 
     The level histograms of newer writers are exact. The null count of a leaf includes nulls above it and empty lists,
@@ -77,6 +77,6 @@ def null_paths(footer: bytes, found: Sequence[Leaf], groups: Sequence[Chunks]) -
     return nulls
 
 
-def all_paths(found: Sequence[Leaf]) -> set[Path]:
+def all_paths(found: Sequence[NullLeaf]) -> set[Path]:
     """Return every path that may have a null, for a file without null counts."""
     return {node.path for leaf in found for node in leaf.nodes if not node.in_list}

@@ -19,7 +19,7 @@ _STREAMS = {"br": "brotli", "bz2": "bz2", "gz": "gzip", "zstd": "zstd"}
 
 
 @dataclass(frozen=True)
-class Shard:
+class ShardFile:
     """A file, its compression (None for a plain one), and the size of its contents."""
 
     entry: Entry
@@ -27,14 +27,14 @@ class Shard:
     size: int
 
 
-def beginning(file: OpenFile, shard: Shard, size: int, name: str) -> bytes:
+def beginning(file: OpenFile, shard: ShardFile, size: int, name: str) -> bytes:
     """Return the first bytes of the contents: all of them if there are fewer than ``size``."""
     if shard.codec is None:
         return file.read_at(min(size, shard.size), 0)
     return _decompressed(file, shard, size, name)
 
 
-def contents_of(file: OpenFile, shard: Shard, begin: int, end: int, name: str) -> Bytes:
+def contents_of(file: OpenFile, shard: ShardFile, begin: int, end: int, name: str) -> Bytes:
     """Return a range of the contents. A compressed file is decompressed up to its end."""
     plain = shard.codec is None
     data = file.read_at(end - begin, begin) if plain else _decompressed(file, shard, end, name)[begin:]
@@ -43,7 +43,7 @@ def contents_of(file: OpenFile, shard: Shard, begin: int, end: int, name: str) -
     return np.frombuffer(data, np.uint8)
 
 
-def _decompressed(file: OpenFile, shard: Shard, size: int, name: str) -> bytes:
+def _decompressed(file: OpenFile, shard: ShardFile, size: int, name: str) -> bytes:
     assert shard.codec is not None
     if shard.codec not in (*_STREAMS, "snappy"):
         known = ", ".join((*_STREAMS, "snappy"))

@@ -27,7 +27,7 @@ _CONSTANTS, _DELETED = b"constants", b"deleted"
 
 
 @dataclass(frozen=True, eq=False)
-class Contents:
+class SnapshotFile:
     """The rows and columns of one file that belong to a snapshot."""
 
     schema: pa.Schema
@@ -39,7 +39,7 @@ class Contents:
     only_missing: bool = False
     """True if the constants are only for columns that the file lacks."""
 
-    def of_file(self, schema: pa.Schema) -> Contents:
+    def of_file(self, schema: pa.Schema) -> SnapshotFile:
         """Return the contents without constants for columns that a file with this schema has."""
         if not self.only_missing or not self.constants:
             return self
@@ -111,7 +111,7 @@ class TableFormat:
     def __init__(self) -> None:
         self._parquet = ParquetFormat(coerce_int96_timestamp_unit="us")
 
-    def scan_file(self, store: Store, entry: Entry, contents: Contents) -> Scanned:
+    def scan_file(self, store: Store, entry: Entry, contents: SnapshotFile) -> Scanned:
         """Find the blocks of a file, and the rows of each that are not deleted."""
         found = self._parquet.scan(store, entry, skip_damage=False)
         footer, name = found.footer, store.name(entry.path)
@@ -196,7 +196,7 @@ def _as_large(held: pa.Field, schema: pa.Schema, name: str) -> pa.DataType:
     return large_text(held.type) if has_large_text(schema.field(name).type) else held.type
 
 
-def _show_columns(found: Scanned, contents: Contents, large: set[str]) -> None:
+def _show_columns(found: Scanned, contents: SnapshotFile, large: set[str]) -> None:
     """Replace the columns and nulls of a file by those of the table."""
     by_id, fields = has_ids(found.schema), list(found.schema)
     shown: list[pa.Field] = []

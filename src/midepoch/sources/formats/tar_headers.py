@@ -19,7 +19,7 @@ _LARGEST = 1 << 60
 _MODULUS = 65521  # of Adler-32, whose low half is a sum of bytes: 10 times faster than sum()
 
 
-class Reader(Protocol):
+class TarReader(Protocol):
     """Access to the bytes of an archive. If it is not ``seekable``, offsets must not decrease."""
 
     @property
@@ -30,7 +30,7 @@ class Reader(Protocol):
         ...
 
 
-class Member(NamedTuple):
+class TarMember(NamedTuple):
     """A regular file (or, with ``is_link``, a link) in an archive."""
 
     name: bytes
@@ -69,7 +69,7 @@ class _Header(NamedTuple):
 class Archive:
     """Iterable over the members of an archive in order. After damage, it continues with the next header it finds."""
 
-    def __init__(self, reader: Reader) -> None:
+    def __init__(self, reader: TarReader) -> None:
         self._reader = reader
         self.end = 0
         """Offset at which the last iteration ended."""
@@ -79,7 +79,7 @@ class Archive:
         """True if a block of zeros marks the end. If not, the archive may have been cut between two members."""
         return len(self._reader.at(self.end, BLOCK)) == BLOCK
 
-    def __iter__(self) -> Iterator[Member | Damage]:
+    def __iter__(self) -> Iterator[TarMember | Damage]:
         offset: int | None = 0
         while offset is not None:
             self.end = offset
@@ -102,7 +102,7 @@ class Archive:
                 yield member
 
 
-def _member(reader: Reader, start: int) -> tuple[Member, int, bool] | None:
+def _member(reader: TarReader, start: int) -> tuple[TarMember, int, bool] | None:
     """Return the next member, the offset of the header after it, and True if all its bytes exist. None at the end."""
     header = _header(reader, start)
     if header is None:
@@ -120,18 +120,18 @@ def _member(reader: Reader, start: int) -> tuple[Member, int, bool] | None:
         is_sparse = is_sparse or any(key.startswith(b"GNU.sparse.") for key in pax)
     if header.kind in _WITHOUT_CONTENTS or _is_folder(header):
         is_link = header.kind in b"12"
-        return Member(name if is_link else b"", header.offset, 0, is_link=is_link), header.offset, True
+        return TarMember(name if is_link else b"", header.offset, 0, is_link=is_link), header.offset, True
     offset = _after_sparse_map(reader, header) if header.kind == ord("S") else header.offset
     ends, is_complete = _ends(reader, offset, size)
     following = offset + _padded(size)
     if header.kind not in _REGULAR:
-        return Member(b"", offset, size), following, is_complete
+        return TarMember(b"", offset, size), following, is_complete
     if is_sparse:
-        return Member(name, start, offset + size - start, ends, is_sparse=True), following, is_complete
-    return Member(name, offset, size, ends), following, is_complete
+        return TarMember(name, start, offset + size - start, ends, is_sparse=True), following, is_complete
+    return TarMember(name, offset, size, ends), following, is_complete
 
 
-def _header(reader: Reader, offset: int) -> _Header | None:
+def _header(reader: TarReader, offset: int) -> _Header | None:
     """Return the header at an offset. None at the end of the archive."""
     block = reader.at(offset, BLOCK)
     if not block or block == _ZERO:
@@ -188,7 +188,7 @@ def _is_folder(header: _Header) -> bool:
     return header.kind == 0 and _text(header.block[:100]).endswith(b"/")  # of V7 archives
 
 
-def _extension(reader: Reader, header: _Header) -> dict[bytes, bytes]:
+def _extension(reader: TarReader, header: _Header) -> dict[bytes, bytes]:
     """Return what an extended header says about the next member, with the keys of pax."""
     start = header.offset - BLOCK
     if header.size > _LONGEST_EXTENSION:
@@ -227,7 +227,7 @@ def _pax_size(value: bytes, start: int) -> int:
     return int(value)
 
 
-def _after_sparse_map(reader: Reader, header: _Header) -> int:
+def _after_sparse_map(reader: TarReader, header: _Header) -> int:
     """Return the offset of the contents of a sparse GNU member, whose map may take further blocks."""
     offset, block, flag = header.offset, header.block, 482
     while block[flag]:
@@ -238,7 +238,7 @@ def _after_sparse_map(reader: Reader, header: _Header) -> int:
     return offset
 
 
-def _ends(reader: Reader, offset: int, size: int) -> tuple[bytes, bool]:
+def _ends(reader: TarReader, offset: int, size: int) -> tuple[bytes, bool]:
     """Return the first and the last bytes of contents, and True if all of them exist."""
     if size <= 2 * BLOCK:
         whole = reader.at(offset, size)
@@ -248,7 +248,7 @@ def _ends(reader: Reader, offset: int, size: int) -> tuple[bytes, bool]:
     return head + tail, len(tail) == BLOCK
 
 
-def _next_header(reader: Reader, offset: int) -> int | None:
+def _next_header(reader: TarReader, offset: int) -> int | None:
     """Return the offset of the first header after a damaged one, or None.
 
     The size in the damaged header is tried first: contents may be an archive themselves, with headers of their own.

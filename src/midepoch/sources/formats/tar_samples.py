@@ -10,7 +10,7 @@ import pyarrow as pa
 
 from midepoch.errors import FormatError
 from midepoch.sources.formats.base import Scanned
-from midepoch.sources.formats.tar_headers import Damage, Member
+from midepoch.sources.formats.tar_headers import Damage, TarMember
 from midepoch.sources.formats.tar_tables import Sample, joined, packed
 
 _log = logging.getLogger("midepoch")
@@ -27,7 +27,7 @@ _MOST_COLUMNS = 1_000
 _NAMED_SAMPLES = 10
 
 
-class Shard:
+class TarShard:
     """Samples of one archive, in blocks."""
 
     def __init__(self, name: str, skip_damage: bool) -> None:
@@ -48,7 +48,7 @@ class Shard:
         self._skipped: list[str] = []
         self.is_damaged = False
 
-    def add(self, item: Member | Damage) -> None:
+    def add(self, item: TarMember | Damage) -> None:
         """Add the next member of the archive."""
         if isinstance(item, Damage):
             self._pass_damage(item)

@@ -20,7 +20,7 @@ from midepoch.sources.formats.base import Block, NoStatistics, Scanned
 from midepoch.sources.formats.compressed import compression, decompressed
 from midepoch.sources.formats.tar_headers import BLOCK, Archive, Damage
 from midepoch.sources.formats.tar_reading import Stream, opened
-from midepoch.sources.formats.tar_samples import KEY, LARGEST, Shard
+from midepoch.sources.formats.tar_samples import KEY, LARGEST, TarShard
 from midepoch.sources.formats.tar_tables import Int64Array, MemberTable, table_of
 from midepoch.sources.stores import Entry, OpenFile, Store
 
@@ -39,7 +39,7 @@ class TarFormat(NoStatistics):
     def scan(self, store: Store, entry: Entry, *, skip_damage: bool) -> Scanned:
         name = store.name(entry.path)
         with opened(store, entry) as (reader, etag):
-            archive, shard = Archive(reader), Shard(name, skip_damage)
+            archive, shard = Archive(reader), TarShard(name, skip_damage)
             for item in archive:
                 shard.add(item)
             if isinstance(reader, Stream) and reader.damage is not None:

@@ -21,7 +21,7 @@ import pyarrow as pa
 from midepoch._internal.progress import Progress
 from midepoch.errors import DataNotFoundError, FetchError, FormatError, MidepochError
 from midepoch.sources.formats.table_columns import described
-from midepoch.sources.formats.table_parquet import Contents
+from midepoch.sources.formats.table_parquet import SnapshotFile
 from midepoch.sources.lake import Files
 from midepoch.sources.stores import Entry, Store
 from midepoch.sources.tables.opening import TableFile, scanned_files
@@ -188,7 +188,7 @@ def _contents(table: Any, store: Store, path: str, name: str) -> tuple[pa.Schema
     files = []
     for row in rows:
         place = _place(store, path, name, row["path"])
-        contents = Contents(schema, row.get("partition") or {}, deleted.pop(place, None))
+        contents = SnapshotFile(schema, row.get("partition") or {}, deleted.pop(place, None))
         files.append(TableFile(place, row["size_bytes"], contents))
     if deleted:
         raise FormatError(f"the Delta table {name} has deleted rows of {next(iter(deleted))}, which it does not list.")

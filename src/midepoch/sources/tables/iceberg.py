@@ -18,7 +18,7 @@ from midepoch._internal.address import Address
 from midepoch._internal.progress import Progress
 from midepoch._internal.redaction import Secrets
 from midepoch.errors import DataNotFoundError, FetchError, FormatError, MidepochError
-from midepoch.sources.formats.table_parquet import Contents
+from midepoch.sources.formats.table_parquet import SnapshotFile
 from midepoch.sources.lake import Files
 from midepoch.sources.stores import Store
 from midepoch.sources.tables.iceberg_schema import described_fields, partition_values
@@ -84,7 +84,7 @@ class IcebergTableAt:
         files = []
         for each in data:
             values = partition_values(self.table, self.schema, each.spec, each.partition)
-            contents = Contents(schema, values, deletes.rows_of(each), only_missing=True)
+            contents = SnapshotFile(schema, values, deletes.rows_of(each), only_missing=True)
             files.append(TableFile(self.place(each.path), each.size, contents))
         snapshot = f"iceberg {self.snapshot.snapshot_id}"
         return scanned_files(self.store, self.name, snapshot, schema, files, progress)

@@ -18,7 +18,7 @@ from midepoch.sources.dictionaries import has_large_text
 from midepoch.sources.filters import Filter
 from midepoch.sources.formats import Scanned
 from midepoch.sources.formats.table_columns import plain
-from midepoch.sources.formats.table_parquet import Contents, TableFormat
+from midepoch.sources.formats.table_parquet import SnapshotFile, TableFormat
 from midepoch.sources.index import Index, default_index_dir, read_index
 from midepoch.sources.lake import Files, indexed, save
 from midepoch.sources.spread import for_all
@@ -32,7 +32,7 @@ class TableFile(NamedTuple):
 
     path: str
     size: int
-    contents: Contents
+    contents: SnapshotFile
 
 
 @dataclass(frozen=True, eq=False)

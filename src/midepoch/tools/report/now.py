@@ -8,9 +8,9 @@ from __future__ import annotations
 from typing import Any
 
 from midepoch.audit import Run
-from midepoch.audit.figures import Figures
+from midepoch.audit.ledger import host_of, is_gone
 from midepoch.audit.passes import Generation
-from midepoch.audit.starts import host_of, is_gone
+from midepoch.audit.records import Figures
 from midepoch.tools.report.mixture import is_in_group, progress, sources_of
 from midepoch.tools.report.speed import STAGES, Span, merged, spans_by_rank
 

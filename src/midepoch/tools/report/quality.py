@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from midepoch.order import EpochOrder, Layout, Order, Shuffle
+from midepoch.order import EpochOrder, Order, Shuffle, SourceLayout
 
 Int64Array = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float64]
@@ -26,7 +26,7 @@ _TENTHS = 10
 
 
 def quality(
-    order: Order, layout: Layout, epoch: int, *, batch: int, labels: Callable[[Int64Array], Any] | None = None
+    order: Order, layout: SourceLayout, epoch: int, *, batch: int, labels: Callable[[Int64Array], Any] | None = None
 ) -> dict[str, Any]:
     """Return the quality of one epoch's order, and of a true permutation with the same seed.
 
@@ -106,7 +106,7 @@ def _imbalance(order: EpochOrder, rows: int, batch: int, of_row: Callable[[Int64
 
 
 def _classes(
-    order: Order, layout: Layout, labels: Callable[[Int64Array], Any] | None
+    order: Order, layout: SourceLayout, labels: Callable[[Int64Array], Any] | None
 ) -> tuple[Callable[[Int64Array], Int64Array], str]:
     """Return a function from row numbers (of the dataset) to classes from 0 on, and the names of the classes."""
     if labels is not None:

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from midepoch.audit import Run
-from midepoch.audit.figures import Figures, Mark
 from midepoch.audit.passes import Generation
+from midepoch.audit.records import Figures, Mark
 
 _MOST_RANKS = 64
 """Maximum number of ranks with a curve of their own. Of more ranks, only the sum is shown."""
