@@ -15,6 +15,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -68,10 +69,13 @@ class LaneRecorder:
     """Writes the units and cursors of the lanes of a rank as differences, those of many steps in one call.
 
     A cursor is computed from the chunk that its last output is of. So steps are kept as marks (a chunk, and a number of
-    its outputs) until a lane comes to another chunk.
+    its outputs) until a lane comes to another chunk. Without numbers of lanes, nothing is recorded: units follow from
+    positions.
     """
 
-    def __init__(self, lanes: Mapping[int, LaneCursor], numbers: Sequence[int], start: At) -> None:
+    def __init__(
+        self, lanes: Mapping[int, LaneCursor] = MappingProxyType({}), numbers: Sequence[int] = (), start: At = None
+    ) -> None:
         fresh = LaneCursor(0, start)
         known = {number: lanes.get(number, fresh) for number in numbers}
         self.numbers = numbers
@@ -83,9 +87,10 @@ class LaneRecorder:
 
     def is_due(self, places: Places) -> bool:
         """Return True if the pending steps are to be written before a step that ends at these places."""
-        if not self.pending:
+        pending = self.pending
+        if not pending:
             return False
-        return len(self.pending) >= _MOST_PENDING or any(map(_differ, self.pending[0].marks, places.marks))
+        return len(pending) >= _MOST_PENDING or any(map(_differ, pending[0].marks, places.marks))
 
     def record(self) -> tuple[bytes, list[Values | None]]:
         """Return the bytes to write for all pending steps, and what the next ones are compared with.

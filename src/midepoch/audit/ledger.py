@@ -190,7 +190,7 @@ class Ledger:
         self._measured: MeasuredFigures | None = None
         self._base, self._latest, self._waited, self._seen = Figures(), Figures(), 0.0, 0
         self._pages: mmap.mmap | None = None
-        self._lanes: LaneRecorder | None = None
+        self._lanes = LaneRecorder()
         self._how = "fresh"
         """How the run comes to its next pass: it is "fresh", a state was "loaded", or it is "on" its way."""
         self._origin: Any = Cursor()
@@ -199,6 +199,8 @@ class Ledger:
         self._path, self._ends, self._ended_at = self.folder, False, 0
         self.end = self._room = 0
         """Bytes recorded so far."""
+        self.undo: tuple[int, int] | None = None
+        """The end of the records before the last step, until its batch is delivered."""
 
     def __repr__(self) -> str:
         return f"Ledger({str(self.folder)!r}{f', name={self.name!r}' if self.name else ''})"
@@ -265,7 +267,7 @@ class Ledger:
             "time": round(time.time(), 3),
             **{key: value for key, value in (("load", load), ("sources", list(sources))) if value},
         }
-        self._lanes = None
+        self._lanes = LaneRecorder()
         if in_lanes:
             numbers = Share.of(spec.lanes, shard).lanes.positions(0, spec.lanes).tolist()
             self._lanes = LaneRecorder(cursor.lanes, numbers, start(spec.node))
@@ -298,28 +300,27 @@ class Ledger:
         self._seen = self.end + 1 + line.rindex(_SEEN % 0)
         self._write(b"\n" + line + b"\n")
 
-    @property
-    def in_lanes(self) -> bool:
-        """True if the pass has lanes, whose cursors are recorded."""
-        return self._lanes is not None
-
-    def prepare_step(self, at: Any) -> None:
-        """Write the cursors of earlier steps that are due, before the step that ends at a place is recorded."""
-        if self._lanes is not None and self._lanes.is_due(Places.of(at, self._lanes.numbers)):
-            self.flush()
-
     def step(self, skipped: int, waited: float, at: Any) -> None:
         """Record that a batch is delivered without ``skipped`` of its rows, and the place after it.
 
-        ``waited``: seconds that the model has waited since the pass began.
+        ``waited``: seconds that the model has waited since the pass began. It is taken back by ``take_back`` until
+        ``undo`` is None.
         """
-        now = self._last = time.monotonic()
+        now, lanes, places = time.monotonic(), self._lanes, None
+        self._last = now
+        if lanes.numbers:
+            places = Places.of(at, lanes.numbers)
+            if lanes.is_due(places):  # the cursors of earlier steps are written before this one
+                self.flush()
         due, end = now >= self._due, self.end
-        quick = self._lanes is None and not (due or skipped or self._beside) and end + 1 < self._room
-        if quick and self._pages is not None and self._owner == os.getpid():  # most steps of positions: 1 µs
-            self._how, self._origin = "on", at
-            self._pages[end] = _STEP
+        self.undo = (end, len(lanes.pending))
+        self._how, self._origin = "on", at
+        pages = self._pages
+        if pages is not None and not (due or skipped or self._beside) and end + 1 < self._room and self._here():
+            pages[end] = _STEP  # most steps
             self.end = end + 1
+            if places is not None:
+                lanes.pending.append(places)
             return
         record = b"." if not skipped else b"-%d." % skipped
         if self._beside:
@@ -329,9 +330,8 @@ class Ledger:
         if is_mark:
             record += self._times(now, waited)
         self._write(record)
-        self._how, self._origin = "on", at
-        if self._lanes is not None:
-            self._lanes.pending.append(Places.of(at, self._lanes.numbers))
+        if places is not None:
+            lanes.pending.append(places)
         if is_mark:
             self._mark = now + min(_MARK_SECONDS, max(_FIRST_MARK, now - self._began))
             self.flush()
@@ -340,6 +340,10 @@ class Ledger:
             if is_mark and now - self._synced >= _MARK_SECONDS:
                 self.sync()
                 self._synced = now
+
+    def _here(self) -> bool:
+        """Return True in the process that opened the file, and False in its forks."""
+        return self._owner == os.getpid()
 
     def _see(self, now: float) -> None:
         """Write the time of the last step into the line of JSON."""
@@ -360,7 +364,7 @@ class Ledger:
     def flush(self) -> None:
         """Write the cursors of the lanes that are pending: a state is saved, or another pass begins."""
         lanes = self._lanes
-        if lanes is not None and lanes.pending:
+        if lanes.pending:
             last = lanes.pending[-1]
             record, before = lanes.record()
             self._write(record)
@@ -382,17 +386,13 @@ class Ledger:
         self._latest = measured.figures()
         return mark + self._latest.minus(self._base).record()
 
-    @property
-    def recorded(self) -> tuple[int, int]:
-        """The end of the records, for ``take_back``."""
-        return self.end, 0 if self._lanes is None else len(self._lanes.pending)
-
-    def take_back(self, recorded: tuple[int, int]) -> None:
-        """Discard records after ``recorded``: an interrupt came before the batch was delivered."""
-        end, pending = recorded
-        if self._lanes is not None:
-            del self._lanes.pending[pending:]
-            self._ends = self._ends or self._ended_at >= end
+    def take_back(self) -> None:
+        """Discard the record of the last step, if it is not delivered: an interrupt came before."""
+        if self.undo is None:
+            return
+        (end, pending), self.undo = self.undo, None
+        del self._lanes.pending[pending:]
+        self._ends = self._ends or bool(self._lanes.numbers and self._ended_at >= end)
         if self._file < 0 or self._owner != os.getpid() or not end <= self._room:
             return
         zeros = bytes(self._room - end)
@@ -406,7 +406,7 @@ class Ledger:
     def finish(self, waited: float, end: Cursor) -> None:
         """Record that a pass was iterated to its end."""
         self.flush()
-        if self._ends and self._lanes is not None and end.lanes:
+        if self._ends and self._lanes.numbers and end.lanes:
             self._end_lanes(self._lanes, Places.of(end, self._lanes.numbers))
         elif self._ends:
             self._write(b"#")

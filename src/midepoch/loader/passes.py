@@ -126,7 +126,7 @@ class Pass(Resumable):
         if self._over:
             raise StopIteration
         check_continues(self._failure, self._closed)
-        loader, ledger, recorded = self._loader, self._ledger, None
+        loader, ledger = self._loader, self._ledger
         try:
             while (made := self._next()) is not None:
                 value = None if made.empty else finish(made.value, self._format)
@@ -139,11 +139,8 @@ class Pass(Resumable):
                     if not self._recorded:  # a pass is recorded from its first batch on
                         loader._begin_record(ledger, self.start, leased=self.leased)
                         self._recorded = True
-                    if ledger.in_lanes:
-                        ledger.prepare_step(at)
                     if made.traced is not None:
                         ledger.documents.write(self._since, made.traced)
-                    recorded = ledger.recorded
                     ledger.step(made.skipped, self._meter.waited, at)
                 run = states.deliver(loader._run, at, self.start)
                 # The state moves only here, together with the batch. Python handles signals at calls, and there is
@@ -151,15 +148,16 @@ class Pass(Resumable):
                 self.delivered += 1
                 self._since += 1
                 loader._run = run
+                if ledger is not None:
+                    ledger.undo = None
                 if made.skipped:
                     loader._skipped += made.skipped
                 if not made.empty:
                     return value
-                recorded = None
                 self._refuse_to_drift(made)
         except BaseException as problem:
-            if ledger is not None and recorded is not None:
-                ledger.take_back(recorded)
+            if ledger is not None:
+                ledger.take_back()
             self._fail(problem)
             raise
         self.close()
