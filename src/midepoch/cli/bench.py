@@ -55,7 +55,7 @@ def bench(
         trials = try_settings(
             ds, batch_sizes=_numbers(batch_sizes, "--batch-size", 1), workers=counts, seconds=seconds, report=report
         )
-    limit = find_limit(ds, seconds) if ds.pipeline.has_positions else None
+    limit = None if ds.pipeline.numbered is None else find_limit(ds, seconds)
     advice = advise(trials)
     if as_json:
         measured = [{**asdict(one), **_rates(one)} for one in trials]

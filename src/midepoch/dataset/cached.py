@@ -140,7 +140,7 @@ class _Writer:
         sweep(folder, ".*.tmp")
         spec = replace(self.ds.pipeline, format="arrow", global_seed=0)  # the same draws in every run
         ds = type(self.ds)(spec)
-        total = len(ds) if spec.has_positions else 0
+        total = spec.shard.before(spec.numbered or 0)
         with ds.loader(parts.ROWS, self.num_workers, rank=0, world_size=1, last_batch="uneven") as loader:
             self._resume(loader)
             if self.rows:

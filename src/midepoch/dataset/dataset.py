@@ -83,7 +83,7 @@ class Dataset(Reading, Resumable):
     def __len__(self) -> int:
         """Return the number of rows of an epoch (of this shard). Raises TypeError if it is not known before running."""
         spec = self.pipeline
-        known = spec.rows if spec.has_positions else known_length(spec.node)
+        known = known_length(spec.node) if spec.numbered is None else spec.numbered
         if known is None or not (spec.state_is_global or spec.node.is_rows):
             raise TypeError(
                 f"the length of this dataset is not known before it has run ({spec.node.text}). Use estimated_len, "
@@ -99,7 +99,7 @@ class Dataset(Reading, Resumable):
         the rows so far. It is part of the state.
         """
         spec = self.pipeline
-        if spec.has_positions:
+        if spec.numbered is not None:
             return len(self)
         found: float | None = spec.epoch_outputs or estimated_length(spec.node, self._iteration.cursor(), spec.lanes)
         return None if found is None else round(found / spec.shard.count)
@@ -131,13 +131,13 @@ class Dataset(Reading, Resumable):
     def __repr__(self) -> str:
         spec = self.pipeline
         leaf = spec.node.base if isinstance(spec.node.base, Leaf) else None
-        parts = [f"{len(self):,} rows" if spec.has_positions else spec.node.text]
+        parts = [spec.node.text if spec.numbered is None else f"{len(self):,} rows"]
         parts.append(spec.files_text)
         if not isinstance(spec.node.base, Leaf):
             parts.append(f"{len(spec.node.base.parts)} parts")
         if leaf is not None and (shuffle := leaf.order.shuffle) is not None:
             parts.append(shuffle.text)
-        if spec.lanes > 1 and not spec.has_positions:
+        if spec.lanes > 1 and spec.numbered is None:
             parts.append(f"{spec.lanes} lanes")
         if spec.shard.count > 1:
             parts.append(f"shard {spec.shard.index} of {spec.shard.count}")
@@ -149,7 +149,7 @@ class Dataset(Reading, Resumable):
             parts.append(f"format={spec.format}")
         at = self._iteration.cursor()
         if at != Cursor():
-            of = f" of {spec.rows:,}" if spec.has_positions else ""
+            of = "" if spec.numbered is None else f" of {spec.numbered:,}"
             parts.append(f"at epoch {at.epoch}, position {at.position:,}{of}")
         return f"{type(self).__name__}({'; '.join(parts)})"
 
@@ -158,7 +158,7 @@ class Dataset(Reading, Resumable):
         shuffle = spec.node.base.order.shuffle if isinstance(spec.node.base, Leaf) else None
         fields = ", ".join(f"{field.name} ({field.type})" for field in self._schema_before_running)[:2000]
         shown = {
-            "rows": f"{_count(about, spec.has_positions)} in {spec.files_text}",
+            "rows": f"{_count(about, spec.numbered is not None)} in {spec.files_text}",
             "order": shuffle.text if shuffle is not None else None,
             "steps": None if spec.node.text == "none" else spec.node.text,
             "at": None if at == Cursor() else f"epoch {at.epoch}, position {at.position:,}",
@@ -313,7 +313,7 @@ class Dataset(Reading, Resumable):
     @property
     def takes_states_of_all_ranks(self) -> bool:
         """True if the list of the states of all shards restores any number of them."""
-        return not self.pipeline.has_positions
+        return self.pipeline.unit == "outputs"
 
     # Pickling: the spec and the cursor, never the engine
 

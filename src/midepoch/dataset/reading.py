@@ -152,7 +152,7 @@ class Reading(Rows):
     def _first_rows(self) -> Batch | None:
         """Run the first rows, and return them. None without rows."""
         spec = self.pipeline
-        if spec.has_positions:
+        if spec.numbered is not None:
             return self._by_number().first(self.epoch, min(len(self), _LOOK)) if len(self) else None
         cursor = Cursor(self.epoch)
         taken = type(self._iteration)(spec, cursor).open_lanes(cursor).take(1)
@@ -165,7 +165,7 @@ class Reading(Rows):
         """
         if isinstance(key, str):
             return Column(self, key)
-        if not self.pipeline.has_positions:
+        if self.pipeline.numbered is None:
             raise TypeError(
                 f"this dataset has no positions to index by ({self.pipeline.node.text}), and its length is only "
                 "estimated (estimated_len). Iterate it, or index the dataset that it was made from."
@@ -217,7 +217,7 @@ class Reading(Rows):
         lengths are read once and kept beside the index. The column must come unchanged from the files.
         """
         spec = self.pipeline
-        if not spec.has_positions:
+        if spec.numbered is None:
             raise TypeError(
                 f"lengths: this dataset has no positions ({spec.node.text}). Call lengths on a dataset that it was "
                 "made from, or cache() this one first."
@@ -259,7 +259,7 @@ class Reading(Rows):
         ds = type(self)(replace(spec, format="arrow"), Cursor(self.epoch))
         if column is not None:
             ds = ds.select_columns(column)
-        total = len(ds) if spec.has_positions else 0
+        total = spec.shard.before(spec.numbered or 0)
         with shown("reading", "rows") as report:
             done = 0
             for table in ds.iter(_BATCH):

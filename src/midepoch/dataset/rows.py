@@ -56,7 +56,7 @@ class Rows(Steps):
         After a step that changes the number of rows: the first n rows of every epoch's order, computed in one lane.
         """
         n = integer(n, "take")
-        return self.slice(0, n) if self.pipeline.has_positions else self._with_stage(Slice(0, n))
+        return self._sliced(0, n)
 
     def skip(self, n: int) -> Self:
         """Omit the first n rows, before any shuffle.
@@ -65,7 +65,13 @@ class Rows(Steps):
         and discarded.
         """
         n = integer(n, "skip")
-        return self.slice(n, None) if self.pipeline.has_positions else self._with_stage(Slice(n))
+        return self._sliced(n, None)
+
+    def _sliced(self, start: int, stop: int | None) -> Self:
+        """Keep some rows by number, or outputs as they come if they have no numbers."""
+        if self.pipeline.numbered is not None:
+            return self.slice(start, stop)
+        return self._with_stage(Slice(start, stop))
 
     def select(self, indices: Iterable[int]) -> Self:
         """Keep the rows with these numbers, in this order, before any shuffle."""
@@ -98,7 +104,7 @@ class Rows(Steps):
         return {"train": self._with_selection(first), "test": self._with_selection(last)}
 
     def _selection(self, what: str) -> Selection:
-        if not self.pipeline.has_positions:
+        if self.pipeline.numbered is None:
             raise TypeError(
                 f"{what}: the rows of this dataset have no numbers before it has run ({self.pipeline.node.text}). "
                 f"Call {what}() before the steps that change the number of rows, or cache() the rows, which numbers "
@@ -132,7 +138,7 @@ class Rows(Steps):
         After a step that changes the number of rows, rows are shuffled within windows of ``window`` rows (10,000), and
         a resume recomputes one window. Shuffling first permutes all rows and costs nothing on resume.
         """
-        if not self.pipeline.has_positions:
+        if self.pipeline.numbered is None:
             return self._shuffle_outputs(seed, scope, window)
         leaf = self.pipeline.base
         if isinstance(leaf.order.shuffle, Weighted):
@@ -203,10 +209,10 @@ class Rows(Steps):
             raise ValueError(f"the dataset is already shard {spec.shard.index} of {spec.shard.count}")
         shard = Shard(index, num_shards)
         check_agreed(spec.seed_alone, num_shards)
-        if not spec.has_positions:
+        if spec.numbered is None:
             return self._derive(replace(spec, shard=shard))
-        if num_shards > spec.rows > 0:
-            raise ValueError(f"{spec.rows} rows cannot be split into {num_shards} shards")
+        if num_shards > spec.numbered > 0:
+            raise ValueError(f"{spec.numbered} rows cannot be split into {num_shards} shards")
         by_file = mode == "file" or (mode == "auto" and spec.files >= num_shards > 1)
         # A loaded position refers to the lanes of its state: they stay. So do lanes that were given.
         kept = self._is_begun or spec.lanes_chosen

@@ -29,7 +29,7 @@ class Positions(AsyncDataset[Any]):  # type: ignore[misc]
         super().__init__()
         if not isinstance(data, Dataset):
             raise TypeError(f"Positions takes a Dataset, got {type(data).__name__}. Leave out loader(…).")
-        if not data.pipeline.has_positions:
+        if data.pipeline.numbered is None:
             raise TypeError(
                 f"Levanter reads rows by position, but rows of this dataset have none ({data.pipeline.node.text}). "
                 "Call cache() after those steps, which numbers the rows, or leave them out."

@@ -75,7 +75,7 @@ class ResumableDataloaderConfig(DataloaderConfig):  # type: ignore[misc]
             raise TypeError(f"dataset._target_ must return a midepoch Dataset, got {type(dataset).__name__}")
         self._check()
         micro = int(self.batch_size)
-        if self.shuffle is not False and dataset.pipeline.has_positions and not dataset.pipeline.node.shuffled:
+        if self.shuffle is not False and dataset.pipeline.numbered is not None and not dataset.pipeline.node.shuffled:
             dataset = dataset.shuffle(seed=self.seed)
         collate = self.collate_fn or default_collater
         if isinstance(collate, CollatorConfig):

@@ -137,7 +137,7 @@ class ResumableTraining:
         shuffled = node.stages_shuffle or all(leaf.order.shuffle is not None for leaf in node.leaves)
         if shuffled or data.position or _strategy(self.args) == "sequential":
             return data  # also if a state was loaded, which has an order
-        if not data.pipeline.has_positions:
+        if data.pipeline.numbered is None:
             self._tell(
                 logging.WARNING,
                 "the training data is not shuffled, and a stream (after filter, pack, mix and similar steps) cannot be "
@@ -242,8 +242,8 @@ class _Batches(IterableDataset[Any]):  # type: ignore[misc]
     def rows(self) -> int:
         """Rows of an epoch on all ranks. For a stream, an upper bound."""
         loader = self.loader
-        if loader.pipeline.has_positions:
-            return loader.pipeline.rows
+        if (rows := loader.pipeline.numbered) is not None:
+            return rows
         return len(loader) * loader.options.batch_size * loader.shard.count
 
 

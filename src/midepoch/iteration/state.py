@@ -181,12 +181,11 @@ class IterationState:
         """Return the state at a cursor, for the iterators of this dataset."""
         process, worker = self.share()
         spec = self.spec
-        if not cursor.begun:
-            spec = spec.for_processes(process.count)
+        spec = spec if cursor.begun else spec.for_processes(process.count)
         state = states.save(self._seeded(spec), cursor)
         if worker is not None:
             state["worker"], state["workers"], state["shards"] = worker
-            if spec.has_positions:
+            if spec.unit == "rows":
                 state["round"], state["batch"] = round_, batch
         if spec.skips_rows:
             state["shard"], state["shards"] = spec.shard.index, spec.shard.count
@@ -273,10 +272,9 @@ class IterationState:
     def start_from(self, cursor: Cursor) -> IterationStart:
         """Open the rows of this process at a cursor."""
         process, worker = self.share()
-        if self.spec.has_positions or not cursor.begun:
-            self.spec = self.spec.for_processes(process.count)
+        self.spec = self.spec.for_processes(process.count, begun=cursor.begun)
         late = None
-        if self.spec.has_positions and worker is not None:
+        if self.spec.unit == "rows" and worker is not None:
             if not cursor.position:  # any other position belongs to the lanes with which it was saved
                 self.spec = replace(self.spec, lanes=self.worker_lanes(process.count))
             at_end = self._ended(process, cursor)

@@ -206,7 +206,7 @@ class Batching:
             return None
         if not isinstance(length, str):
             return _given(np.asarray(length), spec)
-        name = spec.base.stored_column(length)[0] if spec.has_positions else None
+        name = None if spec.numbered is None else spec.base.stored_column(length)[0]
         if name is None:
             return None
         kind = spec.base.source.schema.field(name).type
@@ -299,7 +299,7 @@ def _numbers(dataset: Dataset, name: str) -> npt.NDArray[Any]:
 
 
 def _given(numbers: npt.NDArray[Any], spec: PipelineSpec) -> tuple[Lengths, float, int, bool] | None:
-    if not spec.has_positions:
+    if spec.numbered is None:
         return None
     rows = len(spec.base.order.selection)
     if numbers.ndim != 1 or len(numbers) != rows or (len(numbers) and numbers.dtype.kind not in "iu"):

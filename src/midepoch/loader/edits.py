@@ -65,8 +65,7 @@ def _without_units(spec: PipelineSpec, options: Options, cursor: Cursor, steps: 
 
 def _without_outputs(spec: PipelineSpec, options: Options, cursor: Cursor, steps: Intervals) -> Edited:
     """Leave out the outputs of steps. They are known only after they are made, so the pipeline runs up to the last."""
-    if not cursor.begun:
-        spec = spec.for_processes(spec.shard.count)
+    spec = spec.for_processes(spec.shard.count, begun=cursor.begun)
     lanes = spec.open(spec.shard, spec.bundles_here(shared=spec.shard.count > 1), cursor)
     beginning, last = lanes.cursor(), int(steps.stops[-1]) - 1
     if cursor.first and lanes.share.lanes.count > 1 and options.last_batch == "uneven":

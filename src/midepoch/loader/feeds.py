@@ -149,7 +149,7 @@ class Feeds:
         """
         if self._mover is None:
             self._mover = mover_for(self._options)
-        if spec.has_positions:
+        if spec.unit == "rows":
             plan = make_plan(spec, self._options, cursor) if plan is None else plan
             return PlanFeed(plan, spec.shard, lambda steps: self._moved(spec, self._planned(spec, steps)))
         equal = None if alone else self._equal

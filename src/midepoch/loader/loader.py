@@ -309,7 +309,7 @@ class Loader(Resumable):
         self._end_iteration()
         self._feeds.forget()
         self._leases.drop()
-        self._run = runs.load(resumed.spec.resumed_by(self.shard.count), resumed.cursor)
+        self._run = runs.load(resumed.spec.for_processes(self.shard.count, begun=True), resumed.cursor)
         self._compare_again()
         if self._ledger is not None:  # now, not with the first batch: there may be no batch left
             self._ledger.loaded(resumed.cursor)

@@ -87,16 +87,16 @@ def make_loader(
     last_batch = last_batch_of(drop_last, last_batch)
     check_agreed(spec.seed_alone, shard.count)
     spec = replace(spec, shard=shard)
-    if spec.has_positions or not cursor.begun:
-        spec = spec.for_processes(shard.count)
-    if spec.has_positions and spec.source.fetched and not (is_shard or spec.lanes_chosen or cursor.begun):
+    spec = spec.for_processes(shard.count, begun=cursor.begun)
+    in_lanes = spec.unit == "outputs"
+    if not in_lanes and spec.source.fetched and not (is_shard or spec.lanes_chosen or cursor.begun):
         spec = replace(spec, lanes=shard.count)
-    agreed = not spec.has_positions and _is_agreed(spec, together, last_batch)
-    if last_batch is None and (not spec.has_positions or not (together and shard.count > 1)):
+    agreed = in_lanes and _is_agreed(spec, together, last_batch)
+    if last_batch is None and (in_lanes or not (together and shard.count > 1)):
         last_batch = "uneven"  # ranks that train together would wait for one without a batch
     row_bytes = max(leaf.row_bytes for leaf in spec.node.leaves)
     typical = batch_size if batched.planning is None else batched.planning.typical_rows
-    made_rows = typical if spec.has_positions and spec.base.group is None else 1024  # in one piece, by a worker
+    made_rows = typical if not in_lanes and spec.base.group is None else 1024  # in one piece, by a worker
     ahead = ahead_for(made_rows * row_bytes) if prefetch is None else prefetch
     chosen = Options(
         batch_size=batch_size,
@@ -118,8 +118,8 @@ def make_loader(
         raise ValueError(
             f'the dataset has a column {PADDING!r}, which last_batch="pad" adds to mark padding rows. Rename it.'
         )
-    if spec.has_positions:
-        _check_drop(spec.rows, chosen, shard.count, drop_last)
+    if spec.numbered is not None:
+        _check_drop(spec.numbered, chosen, shard.count, drop_last)
     check_device(chosen.device, spec.format if chosen.collate_fn is None else None)
     if chosen.steps_per_epoch and shard.count > 1 and last_batch == "uneven":
         raise ValueError(

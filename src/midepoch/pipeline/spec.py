@@ -120,6 +120,11 @@ class PipelineSpec:
         """The unit that a cursor counts: "rows", or "outputs" if positions cannot be computed."""
         return "rows" if self.has_positions else "outputs"
 
+    @property
+    def numbered(self) -> int | None:
+        """Rows of an epoch over all shards, if each has a position before anything runs. None for a stream."""
+        return self.rows if self.has_positions else None
+
     @cached_property
     def excluded_texts(self) -> tuple[tuple[int, str], ...]:
         """The excluded rows as a state has them: the number of a source, and a text. They are encoded once."""
@@ -224,20 +229,17 @@ class PipelineSpec:
         what = self.base.source.fingerprint if self.has_positions else self.node.digest
         return replace(self, global_seed=draw_global_seed(what))
 
-    def resumed_by(self, count: int) -> PipelineSpec:
-        """Return the spec of a state with which ``count`` processes continue. Lanes are those of the state."""
-        return self.for_processes(count) if self.has_positions else self
-
-    def for_processes(self, count: int) -> PipelineSpec:
-        """Return the spec with which ``count`` processes begin.
+    def for_processes(self, count: int, *, begun: bool = False) -> PipelineSpec:
+        """Return the spec with which ``count`` processes begin, or continue if it has ``begun``.
 
         If positions cannot be computed, each process gets a lane, unless the number of lanes was chosen or rows are
-        only copied. Batched functions get groups of the rows of each process, unless a state has another number.
+        only copied; those of a run that has begun stay. Batched functions get groups of the rows of each process,
+        unless a state has another number.
         """
         if self.has_positions:
             kept = self.groups and self.lanes_chosen  # adopted from a state
             return self if kept or self.base.group is None else replace(self, groups=count)
-        if self.lanes_chosen or self.node.plain or not self.node.cuts_alike:
+        if begun or self.lanes_chosen or self.node.plain or not self.node.cuts_alike:
             return self
         return replace(self, lanes=count)
 

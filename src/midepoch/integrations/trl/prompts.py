@@ -97,7 +97,7 @@ class ResumablePrompts(ResumableTraining):
         if is_ours:
             self.train_dataset = train_dataset
             _check_arguments(self.args)  # type: ignore[attr-defined]
-            _check_steps(self._layout(), train_dataset.pipeline.has_positions)
+            _check_steps(self._layout(), train_dataset.pipeline.numbered is not None)
             self.add_callback(_Acknowledge(self))  # type: ignore[attr-defined]
 
     def train(self: Any, *rest: Any, **named: Any) -> Any:
@@ -236,14 +236,15 @@ class _Generations(_Batches):
 
     @property
     def rows(self) -> int:
-        return self.loader.pipeline.rows if self.loader.pipeline.has_positions else len(self.loader)
+        rows = self.loader.pipeline.numbered
+        return len(self.loader) if rows is None else rows
 
 
 def _length(loader: Loader, layout: GenerationLayout) -> int | None:
     """Return the micro-batches of an epoch on one rank, or None if the number is unknown."""
-    if not loader.pipeline.has_positions:
+    if (rows := loader.pipeline.numbered) is None:
         return None
-    complete, rest = divmod(loader.pipeline.rows, layout.prompts)
+    complete, rest = divmod(rows, layout.prompts)
     return complete * layout.micro_batches(layout.prompts) + layout.micro_batches(rest)
 
 

@@ -173,7 +173,7 @@ def _of_run(run: Run, ds: Dataset | None, label: str | None, made: float, *, alo
 
 
 def _shuffle(ds: Dataset, label: str | None, batch: int) -> dict[str, Any] | None:
-    if not ds.pipeline.has_positions or not len(ds) or isinstance(ds.pipeline.order.shuffle, Weighted):
+    if not ds.pipeline.numbered or not len(ds) or isinstance(ds.pipeline.order.shuffle, Weighted):
         return None
     order = ds.pipeline.order
     labels = None if label is None else _labels(ds, label, order.selection)
