@@ -18,7 +18,7 @@ import midepoch
 import ports
 from clock import Clock
 from data import Numbers, documents, numbered, write_arrow
-from forks import Forks
+from forks import MIDEPOCH, Forks
 from launch import Launch, Program, torchrun
 from midepoch.audit import Ledger
 from midepoch.checkpoint import PipelineCheckpoint
@@ -123,7 +123,7 @@ def proxy(s3_server: Server) -> Iterator[Proxy]:
 @pytest.fixture(scope="session")
 def torch_forks() -> Iterator[Forks]:
     """Runs scripts that train with torch."""
-    with Forks("torch", "torch._dynamo", "pyarrow.parquet") as forks:  # which any optimizer of torch imports
+    with Forks("torch", "torch._dynamo", "pyarrow.parquet", *MIDEPOCH) as forks:  # which any optimizer of torch imports
         yield forks
 
 

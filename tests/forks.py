@@ -22,6 +22,15 @@ from select import select
 from types import ModuleType, TracebackType
 from typing import IO, Any
 
+MIDEPOCH = (
+    "midepoch.open.files",
+    "midepoch.memory.tables",
+    "midepoch.loader.make",
+    "midepoch.audit",
+    "midepoch.testing",
+)
+"""What most scripts import of it."""
+
 PATIENCE = 300
 """Seconds after which a script is killed: it hangs."""
 

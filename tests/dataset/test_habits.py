@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -230,10 +231,12 @@ def test_workers_are_initialised_and_their_silence_is_an_error(
         return {"a": 1} if step == "map" else True
 
     made = getattr(ds.select_columns("id"), step)(work)
-    batches = iter(made.loader(4, num_workers=2, worker_type=kind, worker_init_fn=init, timeout=2))
-    with pytest.raises(midepoch.WorkerError, match=r"delivered nothing within timeout=2 seconds"):
+    batches = iter(made.loader(4, num_workers=2, worker_type=kind, worker_init_fn=init, timeout=1))
+    opening = threading.Timer(2, gate.touch)  # a thread cannot be stopped, and the loader waits for it some time
+    opening.start()
+    with pytest.raises(midepoch.WorkerError, match=r"delivered nothing within timeout=1 second"):
         list(batches)
-    gate.touch()  # a thread cannot be stopped
+    opening.join()
     assert sorted(note.read_text().split()) == ["0", "1"]
 
     def wrong(number: int) -> None:

@@ -13,7 +13,7 @@ import pytest
 from page import ROOT, blocks_of
 
 import s3
-from forks import Forks
+from forks import MIDEPOCH, Forks
 
 PAGES = sorted(
     str(path.relative_to(ROOT))
@@ -42,7 +42,8 @@ def forks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Forks]:
     """Runs pages, many of which import the same large packages. Those of Hugging Face read HF_HOME at that time."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HF_HOME", str(tmp_path_factory.mktemp("hf")))
-        started = Forks("torch", "torch._dynamo", "pyarrow.parquet", "pandas", "transformers.trainer", "lightning")
+        packages = ("torch", "torch._dynamo", "pyarrow.parquet", "pandas", "transformers.trainer", "lightning")
+        started = Forks(*packages, *MIDEPOCH)
     with started as forks:
         yield forks
 

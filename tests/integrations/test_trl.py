@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 import midepoch
-from forks import Forks
+from forks import MIDEPOCH, Forks
 from midepoch.audit import read_run
 
 pytest.importorskip("trl", reason="midepoch[trl] is not installed")
@@ -27,7 +27,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 def trl_forks() -> Iterator[Forks]:
     """Runs scripts that train with TRL, which takes 5 s to import."""
     trainers = [f"trl.trainer.{name}_trainer" for name in ("grpo", "sft", "dpo")]
-    with Forks("torch._dynamo", "pyarrow.parquet", "transformers.models.llama", *trainers) as forks:
+    with Forks("torch._dynamo", "pyarrow.parquet", "transformers.models.llama", *MIDEPOCH, *trainers) as forks:
         yield forks
 
 

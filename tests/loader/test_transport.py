@@ -44,8 +44,7 @@ def mapped() -> list[str]:
 linux = pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="looks at /proc")
 
 
-@pytest.mark.parametrize("kind", ["torch", "numpy", "arrow"])
-@pytest.mark.parametrize("step", ["map", "flat_map"])
+@pytest.mark.parametrize(("kind", "step"), [("torch", "flat_map"), ("numpy", "map"), ("arrow", "flat_map")])
 def test_all_batches_that_are_kept_are_correct(kind: str, step: str, ds: midepoch.Dataset) -> None:
     data = ds.map(image) if step == "map" else ds.flat_map(lambda row: [image(row)])
     if kind == "arrow":
@@ -151,17 +150,16 @@ VALUES: dict[str, Callable[[int], Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", VALUES)
 @pytest.mark.parametrize("kind", ["process", "thread"])
-def test_values_of_any_kind_arrive_as_they_were(name: str, kind: str, ds: midepoch.Dataset) -> None:
-    make = VALUES[name]
-    loader = ds.take(40).loader(
-        2, num_workers=2, worker_type=kind, collate_fn=lambda rows: [(row["id"], make(row["id"])) for row in rows]
-    )
+def test_values_of_any_kind_arrive_as_they_were(kind: str, ds: midepoch.Dataset) -> None:
+    def collated(rows: list[Any]) -> list[Any]:
+        return [(name, row["id"], make(row["id"])) for row in rows for name, make in VALUES.items()]
+
+    loader = ds.take(40).loader(2, num_workers=2, worker_type=kind, collate_fn=collated)
     rows = [row for batch in loader for row in batch]
-    assert len(rows) == 40
-    for number, value in rows:
-        expected = make(number)
+    assert len(rows) == 40 * len(VALUES)
+    for name, number, value in rows:
+        expected = VALUES[name](number)
         if isinstance(expected, torch.Tensor):
             assert value.dtype == expected.dtype
             assert value.shape == expected.shape
