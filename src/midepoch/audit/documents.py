@@ -32,7 +32,6 @@ import numpy as np
 from midepoch.transforms.provenance import DocumentTable, PieceTable
 
 _log = logging.getLogger("midepoch")
-
 SUFFIX = ".documents"
 _HEADER = struct.Struct("<III")
 _STEP = struct.Struct("<IIII")

@@ -149,21 +149,13 @@ def is_gone(process: str, space: str) -> bool | None:
 
 
 _log = logging.getLogger("midepoch")
-
 _MARK_SECONDS = 5.0
-
 _FIRST_MARK = 1.0  # each of the next comes after twice the time, up to _MARK_SECONDS
-
 _SEEN_SECONDS = 1.0
-
 _SEEN = b'"seen":"%012d"'
-
 _PAGE = mmap.PAGESIZE
-
 _STEP = ord(".")
-
 _numbers = count(1)  # passes of this process
-
 _latest: dict[tuple[str, int], Ledger] = {}  # the ledger that began the last pass of a stream and rank in this process
 
 

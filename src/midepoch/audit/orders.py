@@ -144,9 +144,7 @@ def weight_changes(passes: Iterable[tuple[int, Generation]]) -> list[WeightChang
 
 
 Int64Array = npt.NDArray[np.int64]
-
 SUFFIX = ".order"
-
 _MOST_NAMES = 10_000
 
 

@@ -200,7 +200,6 @@ def _steps(delivered: int, left_out: Intervals, first: int | None) -> Intervals:
 
 
 VERSION = 4
-
 SUFFIX = ".ledger"
 
 LOST = b"~"

@@ -23,7 +23,6 @@ from midepoch.errors import CheckpointDamagedError
 
 # Windows has none: attempts of dead processes are then removed by their age.
 fcntl: Any = import_module("fcntl") if os.name == "posix" else None
-
 _NO_FOLLOW = getattr(os, "O_NOFOLLOW", 0)
 _BINARY = getattr(os, "O_BINARY", 0)
 _NO_PLAIN_FILE = (errno.ELOOP, errno.ENOTDIR, errno.ENXIO, errno.EISDIR, errno.ENAMETOOLONG)

@@ -26,7 +26,6 @@ from midepoch.state.format import KEY, check
 from midepoch.state.saved import one_of
 
 _log = logging.getLogger("midepoch")
-
 OUTPUTS = {"torch": "torch", "numpy": "numpy", "arrow": "arrow", "dict": "python"}
 _SPLIT_BYTES = 128 << 20
 _LISTED_SHARDS = 256

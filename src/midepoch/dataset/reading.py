@@ -49,7 +49,6 @@ _LOOK = 64
 """Number of rows to run for the columns of a map: the first ones may be skipped."""
 
 _BATCH = 10_000
-
 _PIECE = 1 << 20
 
 

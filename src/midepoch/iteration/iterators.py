@@ -314,7 +314,6 @@ class LaneRows:
 
 
 Int64Array = npt.NDArray[np.int64]
-
 _FIRST_CHUNK = 32
 
 _CHUNK_BYTES = 4 << 20

@@ -23,9 +23,7 @@ from midepoch.state import saved as states
 from midepoch.state.format import check_worker
 
 _SIZE = 16384
-
 _EPOCH, _NAMED, _SEEDED, _SEED, _NOTES = 0, 8, 9, 16, 24
-
 _NOTE = struct.Struct("<qqq")
 
 
@@ -130,7 +128,6 @@ def unnamed_file(size: int) -> int:
 
 
 _Iterator = TypeVar("_Iterator", RowIterator, BatchIterator)
-
 _log = logging.getLogger("midepoch")
 
 

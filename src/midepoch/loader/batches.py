@@ -27,7 +27,6 @@ from midepoch.transforms.formats import Allocate
 from midepoch.transforms.provenance import DocumentTable
 
 Int64Array = npt.NDArray[np.int64]
-
 _CHUNK_BYTES = 1 << 20
 _AHEAD_ROWS = 8192
 

@@ -92,7 +92,6 @@ class Presenter:
 
 
 _log = logging.getLogger("midepoch")
-
 _warned = False
 
 

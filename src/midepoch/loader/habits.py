@@ -6,9 +6,7 @@ import sys
 import warnings
 
 _LIGHTNING = ("lightning.pytorch", "pytorch_lightning")
-
 _OTHER_LOOPS = ("loops.evaluation_loop", "loops.prediction_loop")
-
 _ADAPTER = "midepoch.integrations.lightning"
 
 _DEPTH = 24

@@ -27,7 +27,6 @@ from midepoch.pipeline.spec import PipelineSpec
 from midepoch.state.format import OF_ONE_RANK
 
 _made, _loaders = keyvalue.Counters(), keyvalue.Counters()
-
 _log = logging.getLogger("midepoch")
 
 _SHIFT = 8

@@ -42,9 +42,7 @@ from midepoch.pipeline.plans import StepPlan
 from midepoch.state.format import Leased
 
 _MESSAGE = struct.Struct("<q?")
-
 _FIRST, _AGAIN, _UNKNOWN = b"1", b"0", b"?"
-
 _SOCKET = "socket"
 
 _LONGEST_PATH = 100

@@ -44,7 +44,6 @@ def remedy(stats: Stats, workers: int) -> str:
 
 
 _COLUMNS = ("input_ids", "tokens", "token_ids")
-
 _MASK = "attention_mask"
 
 _SAMPLE = 8
@@ -92,7 +91,6 @@ def _is_here(array: Any) -> bool:
 
 
 _log = logging.getLogger("midepoch")
-
 _LOOK_SECONDS = 0.25
 
 _PATIENCE = 20.0

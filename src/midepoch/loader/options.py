@@ -87,9 +87,7 @@ def table() -> str:
 
 
 _AHEAD_BYTES = 16 << 20
-
 LAST_BATCH = ("drop", "pad", "uneven")
-
 WORKER_TYPES = ("auto", "process", "thread")
 
 PADDING = "is_padding"

@@ -34,7 +34,6 @@ from midepoch.iteration.state import unnamed_file
 from midepoch.transforms.formats import Allocate
 
 _log = logging.getLogger("midepoch")
-
 _ALIGN = 64
 _INLINE = 16 << 10
 """Bytes below which a pipe is faster than shared memory."""

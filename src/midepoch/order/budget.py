@@ -90,7 +90,6 @@ Cost = Callable[[Int64Array], float]
 """The cost of a batch, by the lengths of its rows."""
 
 BALANCES = ("tokens", "quadratic")
-
 WINDOW = 10_000
 
 GROUP = 8

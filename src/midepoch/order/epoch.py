@@ -13,7 +13,6 @@ from midepoch.order.shuffle import RowShuffle, Shuffle, UnitShuffle, WindowShuff
 from midepoch.order.weights import DrawnOnce, Draws, Weighted
 
 Int64Array = npt.NDArray[np.int64]
-
 _SPAN = 1 << 20
 _MOST_DRAWN = 1 << 20
 """Draws of an epoch up to which the blocks they use are computed (0.1 s). Beyond, any block may be used at any time."""

@@ -12,7 +12,6 @@ import numpy.typing as npt
 from midepoch.order.bijection import Bijection, check_seed, derive
 
 Int64Array = npt.NDArray[np.int64]
-
 SCOPES = ("rows", "window", "files")
 DEFAULT_WINDOW = 64
 

@@ -12,7 +12,6 @@ import numpy.typing as npt
 from midepoch.order.bijection import derive, hashed
 
 Int64Array = npt.NDArray[np.int64]
-
 _PIECE = 1 << 16
 
 

@@ -38,9 +38,7 @@ from midepoch.transforms.generators import Generators
 from midepoch.transforms.items import ItemMap
 
 Int64Array = npt.NDArray[np.int64]
-
 _log = logging.getLogger("midepoch")
-
 _CHUNK_ROWS = 4096
 _RUN_BYTES = 1 << 20
 """Bytes of consecutive rows in one piece: Python objects made of it in one call stay in the processor's cache."""

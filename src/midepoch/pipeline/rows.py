@@ -75,7 +75,6 @@ class GroupedRows:
 
 
 _FIRST = 32
-
 _BUNDLE_BYTES = 1 << 20
 
 _MADE_BYTES = 4 << 20
@@ -85,7 +84,6 @@ _QUICK, _SLOW = 0.06, 0.3
 """Seconds: bundles that take less than the first grow, those that take more than the second shrink."""
 
 _REFS = 4096
-
 _FILTERED = 1 << 17
 
 _NOT_OF_A_ROW = (FetchError, DataChangedError, DifferentColumnsError, OSError, MemoryError, ImportError)

@@ -20,7 +20,6 @@ from midepoch.pipeline.node import Mix
 from midepoch.pipeline.stages import lengths_in
 
 Int64Array = npt.NDArray[np.int64]
-
 _log = logging.getLogger("midepoch")
 EVENTS = 20
 """Bits of the number of changes within a segment, in the number of a stretch of draws."""

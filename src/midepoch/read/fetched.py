@@ -26,7 +26,6 @@ from midepoch.sources import Source
 
 Int64Array = npt.NDArray[np.int64]
 _log = logging.getLogger("midepoch")
-
 _THREADS_LOCAL, _THREADS_REMOTE = 2, 4
 _AHEAD_SHARE = 0.7  # of the cache, for blocks in use and prefetched ones
 _LEAST_AHEAD = 2

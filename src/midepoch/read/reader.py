@@ -20,7 +20,6 @@ from midepoch.sources import Source
 
 Int64Array = npt.NDArray[np.int64]
 _log = logging.getLogger("midepoch")
-
 _UNKNOWN, _BY_ADDRESS, _BY_TAKE, _BAD = 0, 1, 2, 3
 MIN_RUN = 32
 """Average length of runs of consecutive rows from which slicing is cheaper than gathering row by row."""

@@ -30,7 +30,6 @@ from midepoch.state.changing import (
 )
 
 _log = logging.getLogger("midepoch")
-
 CHECKED = ("rows", "selection", "scope", "aligned", "weights", "seed", "window", "pipeline", "arguments")
 
 

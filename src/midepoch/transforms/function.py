@@ -19,7 +19,6 @@ from midepoch.transforms.formats import Allocate, can_repeat, finish, present, p
 from midepoch.transforms.generators import Generators, Seeds, torch_generator
 
 T = TypeVar("T")
-
 _log = logging.getLogger("midepoch")
 
 

@@ -20,7 +20,6 @@ Int64Array = npt.NDArray[np.int64]
 Int32Array = npt.NDArray[np.int32]
 Int16Array = npt.NDArray[np.int16]
 Leaves = int | Int16Array
-
 SOURCE, ROW, DOCUMENTS = "source", "row", "doc_ids"
 START, BOUNDS = "start", "cu_docs"
 MOST_SOURCES = np.iinfo(np.int16).max

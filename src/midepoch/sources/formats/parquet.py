@@ -28,8 +28,6 @@ _VERIFIED = {"page_checksum_verification": True}
 
 
 _BATCH_BYTES = 256 << 20
-
-
 _NOT_UNDERSTOOD = (ValueError, IndexError, KeyError)
 
 

@@ -14,7 +14,6 @@ from midepoch.sources.formats.tar_headers import Damage, TarMember
 from midepoch.sources.formats.tar_tables import Sample, joined, packed
 
 _log = logging.getLogger("midepoch")
-
 BLOCK_BYTES = 8 << 20
 KEY = "__key__"
 LARGEST = (1 << 31) - 1

@@ -26,7 +26,6 @@ from midepoch.tools.report.mixture import names_of
 from midepoch.tools.report.quality import quality
 
 Int64Array = npt.NDArray[np.int64]
-
 _MOST_FILES = 400
 _MOST_CHECKPOINTS = 200
 

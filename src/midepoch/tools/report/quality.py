@@ -16,7 +16,6 @@ from midepoch.order import EpochOrder, Order, Shuffle, SourceLayout
 
 Int64Array = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float64]
-
 _CELLS = 48
 _PICTURE = 48 * 48 * 8
 _RUNS, _RUN = 8, 4096
