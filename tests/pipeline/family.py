@@ -198,7 +198,7 @@ def generated(seed: int, folder: Path) -> Case:
                 extra,
             )
         if kind == "shuffle":
-            if make().pipeline.has_positions:
+            if make().pipeline.numbered is not None:
                 return f"{text}.shuffle({own})", lambda: make().shuffle(seed=own), tokens, extra
             return f"{text}.shuffle({own}, {size})", lambda: make().shuffle(seed=own, window=size), tokens, extra
         if kind in ("batch", "unbatch"):
@@ -239,7 +239,7 @@ def numbered_pack(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def as_stream(made: Any) -> Any:
-    return made.filter(always) if made.pipeline.has_positions else made
+    return made if made.pipeline.numbered is None else made.filter(always)
 
 
 def always(row: dict[str, Any]) -> bool:

@@ -252,7 +252,7 @@ class Dataset(Reading, Resumable):
         lanes = spec.lanes if spec.lanes_chosen or node.has_positions else 1  # not the lanes that shard() chose
         if spec.lanes_chosen:
             self._check_lanes(lanes, node)
-        keeps = spec.has_positions and node.has_positions
+        keeps = spec.numbered is not None and node.has_positions
         return self._derive(replace(spec, node=node, lanes=lanes), same_positions=keeps)
 
     def _derive(self, spec: PipelineSpec, *, same_positions: bool = True) -> Self:

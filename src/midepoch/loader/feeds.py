@@ -29,6 +29,8 @@ class Feed(Protocol):
 
     plan: StepPlan | None
     """The steps, where positions can be computed."""
+    finds_end: bool
+    """True if the end of an epoch is known only when another batch is asked for."""
 
     def next(self) -> MadeBatch | None:
         """Return the next batch, or None at the end. Raises the errors of making it."""
@@ -61,6 +63,7 @@ class Feed(Protocol):
 class PlanFeed:
     """The batches of a plan. They are opened with the first one."""
 
+    finds_end = False
     packed = (0, 0)
     begun = False
 
@@ -99,6 +102,7 @@ class LaneFeed:
     """The batches of lanes. ``wrap``: moves them to a device."""
 
     plan: StepPlan | None = None
+    finds_end = True
 
     def __init__(self, lanes: LaneBatches, wrap: Callable[[BatchSource], BatchSource]) -> None:
         self._lanes, self._source = lanes, wrap(lanes)

@@ -208,13 +208,13 @@ class Pass(Resumable):
         """
         start, loader = self._start, self._loader
         alone = start.left or loader.state_is_global or loader.last_batch != "uneven"
-        return feed.plan is None and self.start.begun and not start.rolled and not start.chosen and alone
+        return feed.finds_end and self.start.begun and not start.rolled and not start.chosen and alone
 
     def _record_end(self, feed: Feed) -> None:
         """Record the end of the epoch, also in a pass without batches: rows after the last batch may become nothing."""
         if self._ledger is None:
             return
-        if not self._recorded and feed.plan is None:
+        if not self._recorded and feed.finds_end:
             self._loader._begin_record(self._ledger, self.start, leased=self.leased)
         self._ledger.finish(self._meter.waited, feed.end)
 

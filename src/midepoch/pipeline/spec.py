@@ -35,7 +35,7 @@ def identity(spec: PipelineSpec) -> dict[str, Any]:
     node = spec.node
     if isinstance(node.base, Leaf):
         fields = leaf_identity(node.base) | {"lanes": spec.lanes, "pipeline": node.text}
-        if node.arguments or not spec.has_positions:
+        if node.arguments or spec.numbered is None:
             fields["arguments"] = node.arguments
         return fields
     return {
@@ -111,19 +111,14 @@ class PipelineSpec:
         return PipelineSpec(Node(leaf))
 
     @cached_property
-    def has_positions(self) -> bool:
-        """True if positions can be computed, as for ``len``, indexing and direct gathers."""
-        return self.node.has_positions
+    def numbered(self) -> int | None:
+        """Rows of an epoch over all shards, if positions can be computed, as for ``len`` and indexing; else None."""
+        return self.rows if self.node.has_positions else None
 
     @property
     def unit(self) -> str:
         """The unit that a cursor counts: "rows", or "outputs" if positions cannot be computed."""
-        return "rows" if self.has_positions else "outputs"
-
-    @property
-    def numbered(self) -> int | None:
-        """Rows of an epoch over all shards, if each has a position before anything runs. None for a stream."""
-        return self.rows if self.has_positions else None
+        return "outputs" if self.numbered is None else "rows"
 
     @cached_property
     def excluded_texts(self) -> tuple[tuple[int, str], ...]:
@@ -210,7 +205,7 @@ class PipelineSpec:
     @property
     def skips_rows(self) -> bool:
         """True if shards that iterate rows one by one drift apart, because each skips different rows."""
-        return self.has_positions and self.shard.count > 1 and self.base.can_skip
+        return self.numbered is not None and self.shard.count > 1 and self.base.can_skip
 
     @cached_property
     def identity(self) -> dict[str, Any]:
@@ -220,13 +215,15 @@ class PipelineSpec:
     @property
     def state_is_global(self) -> bool:
         """True if the state of one process restores all processes. False if each runs lanes of its own."""
-        return self.has_positions or Share.of(self.for_processes(self.shard.count).lanes, self.shard).lanes.count == 1
+        if self.numbered is not None:
+            return True
+        return Share.of(self.for_processes(self.shard.count).lanes, self.shard).lanes.count == 1
 
     def seeded(self) -> PipelineSpec:
         """Return the spec with the seed of the global generators, drawn if necessary."""
         if self.global_seed is not None:
             return self
-        what = self.base.source.fingerprint if self.has_positions else self.node.digest
+        what = self.node.digest if self.numbered is None else self.base.source.fingerprint
         return replace(self, global_seed=draw_global_seed(what))
 
     def for_processes(self, count: int, *, begun: bool = False) -> PipelineSpec:
@@ -236,7 +233,7 @@ class PipelineSpec:
         only copied; those of a run that has begun stay. Batched functions get groups of the rows of each process,
         unless a state has another number.
         """
-        if self.has_positions:
+        if self.numbered is not None:
             kept = self.groups and self.lanes_chosen  # adopted from a state
             return self if kept or self.base.group is None else replace(self, groups=count)
         if begun or self.lanes_chosen or self.node.plain or not self.node.cuts_alike:
@@ -253,7 +250,7 @@ class PipelineSpec:
 
     def check_known(self, cursor: Cursor, process: Shard) -> None:
         """Raise CheckpointMismatchError if a cursor lacks lanes that a process needs."""
-        if self.has_positions or not cursor.begun:
+        if self.numbered is not None or not cursor.begun:
             return
         needed = Share.of(self.lanes, process).lanes.positions(0, self.lanes).tolist()
         if missing := [lane for lane in needed if lane not in cursor.lanes]:
