@@ -150,12 +150,13 @@ def without_rows(spec: PipelineSpec, options: Options, cursor: Cursor, rows: Any
 def _sparing(before: PipelineSpec, after: PipelineSpec, cursor: Cursor) -> Cursor:
     """Return a cursor in lanes from which more rows are excluded, except for those that outputs in progress have.
 
-    Outputs before one that is done keep their numbers: those that have only excluded rows are excluded as outputs.
+    Outputs before one that is done, and of groups in progress, keep their numbers: those that have only excluded rows
+    are excluded as outputs.
     """
     bundles, lanes = before.bundles_here(shared=False), dict(cursor.lanes)
     for number, lane in cursor.lanes.items():
         own, spared = Shard(number, before.lanes), dict(lane.spared)
-        made = up_to_done(before.node, bundles, cursor.epoch, own, lane)
+        made = up_to_done(before.node, bundles, cursor.epoch, own, lane, groups=True)
         at, gone = made.at(made.count), outputs_of_rows(made, after.excluded, lane.taken)
         for drawn in Reach(bundles, lane).drawn(before.node, at, cursor.epoch, own):
             engine, leaf = bundles.engines[drawn.leaf], drawn.leaf

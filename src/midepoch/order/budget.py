@@ -126,6 +126,11 @@ class Batches(NamedTuple):
         """A number of 32 bits for which rows are in which batch."""
         return crc32(self.bounds.astype("<i8").tobytes(), crc32(self.places.astype("<i8").tobytes()))
 
+    def without(self, gone: npt.NDArray[np.bool_]) -> Batches:
+        """Return the batches without some rows of the window. A batch may become empty."""
+        kept = ~gone[self.places]
+        return Batches(self.places[kept], np.append(0, np.cumsum(kept))[self.bounds])
+
     def in_order(self, order: Int64Array) -> Batches:
         """Return the batches in another order."""
         sizes = self.sizes()[order]

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from midepoch.order.budget import Batches
+from midepoch.order.intervals import Intervals
 from midepoch.pipeline.cursor import At
 from midepoch.pipeline.engine import Engine
 from midepoch.read.columns import Located
@@ -234,6 +235,22 @@ def _join_located(parts: Sequence[dict[str, Located] | None]) -> dict[str, Locat
     return {name: Located.join([part[name] for part in known]) for name in first}
 
 
+def are_of(batch: Batch, rows: Sequence[Intervals]) -> npt.NDArray[np.bool_]:
+    """Return which rows of a batch, or packed sequences, are made only of some rows of the data, by their sources."""
+    source, row = batch.traced.columns[:2]
+    found = np.zeros(len(row), np.bool_)
+    for number, these in enumerate(rows):
+        found |= (source == number) & these.contains(row)
+    return all_in_each(found, batch.traced.bounds)
+
+
+def all_in_each(found: npt.NDArray[np.bool_], bounds: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:
+    """Return for each span between two bounds whether it has something, and all of it is found."""
+    others = np.append(0, np.cumsum(~found))[bounds]
+    whole: npt.NDArray[np.bool_] = (others[1:] == others[:-1]) & (bounds[1:] > bounds[:-1])
+    return whole
+
+
 def bytes_in(items: Items) -> int:
     """Return the approximate memory of outputs that have been read."""
     if isinstance(items, Bunches):
@@ -285,6 +302,10 @@ class Pulled:
 
     def items(self) -> Items:
         return joined([chunk.items.slice(start, stop) for chunk, start, stop in self._pieces])
+
+    def joined(self, following: Pulled) -> Pulled:
+        """Return these and those that were taken right after them."""
+        return Pulled([*self._pieces, *following._pieces], self._before)
 
     def at(self, count: int) -> At:
         """Return the cursor after the first ``count`` of them."""
@@ -361,6 +382,11 @@ class Puller:
                 continue
             self._chunk, self._next, self._length = chunk, 0, len(chunk.items)
         return True
+
+    @property
+    def left_of_chunk(self) -> int:
+        """Outputs left of the chunk that was pulled last."""
+        return self._length - self._next
 
     def take(self, count: int) -> Pulled:
         """Take the next outputs, fewer only at the end."""

@@ -67,6 +67,7 @@ class LaneCursor:
     ``taken`` says it all. ``excluded``, ``ahead``: later units that are not delivered any more, because they were
     excluded, or delivered before earlier ones (acknowledged leases). ``ended``: the lane is known to have no more.
     ``spared``: rows of the sources that were excluded when outputs in progress had them already, by ``spared_key``.
+    They form windows and groups as before.
     """
 
     taken: int = 0

@@ -14,7 +14,7 @@ import numpy as np
 from midepoch.errors import StateError
 from midepoch.order import Shard
 from midepoch.order.intervals import EMPTY, Intervals
-from midepoch.pipeline.chunk import Bunches, Flow, Pulled, Puller, materialize
+from midepoch.pipeline.chunk import Bunches, Flow, Pulled, Puller, all_in_each, are_of, materialize
 from midepoch.pipeline.cursor import At, LaneCursor, spared_key
 from midepoch.pipeline.leaf import Leaf
 from midepoch.pipeline.mixed import AGAIN, BORROWING, FIRST, Concatenated, Mixed, Zipped, place_of
@@ -49,7 +49,7 @@ def open_flow(
 
         base_seed = bundles.engines[leaf].leaf.global_seed or 0
         run = RunContext(spec.seed, epoch, path=path, generators=Generators(spec.seed, base_seed, path))
-        return stage(spec.stages[-1], source, cursor, run, packing, lane)
+        return stage(spec.stages[-1], source, cursor, run, packing, lane, bundles.excluded if spared else ())
     base = spec.base
     if isinstance(base, Leaf):
         if spec.plain and not (bundles.excluded and bundles.excluded[leaf]):
@@ -163,13 +163,36 @@ class Drawn(NamedTuple):
     row: int
 
 
-def up_to_done(node: Node, bundles: Bundles, epoch: int, lane: Shard, cursor: LaneCursor) -> Pulled:
-    """Return the outputs up to the last that is done, with their provenance. The pipeline runs up to it."""
-    if not cursor.done:
+_MOST_CHUNKS = 4
+"""Chunks after which groups of several stages, one of which is always in progress, are left as they are."""
+
+
+def up_to_done(
+    node: Node, bundles: Bundles, epoch: int, lane: Shard, cursor: LaneCursor, *, groups: bool = False
+) -> Pulled:
+    """Return the outputs up to the last that is done, with their provenance. The pipeline runs up to it.
+
+    ``groups``: also those of groups that are in progress there, to their ends.
+    """
+    if not (cursor.done or (groups and _in_progress(node, cursor.at))):
         return Pulled([], cursor.at)
-    packing = Packing(traced=True)
-    intake = Puller(open_flow(node, bundles, packing, epoch, lane, cursor.at, cursor.spared), cursor.at)
-    return intake.take(int(cursor.done.stops[-1]) - cursor.taken)
+    flow = open_flow(node, bundles, Packing(traced=True), epoch, lane, cursor.at, cursor.spared)
+    intake = Puller(flow, cursor.at)
+    taken = intake.take(int(cursor.done.stops[-1]) - cursor.taken if cursor.done else 0)
+    for _ in range(_MOST_CHUNKS if groups else 0):
+        if not _in_progress(node, intake.cursor) or not intake.has_more():
+            break
+        taken = taken.joined(intake.take(intake.left_of_chunk))
+    return taken
+
+
+def _in_progress(node: Node, at: At) -> bool:
+    """Return True if a group of the stages, or of the one source, is delivered in part."""
+    for spec in reversed(node.remembering):
+        if _inputs_in_progress(spec, at[1]):
+            return True
+        at = at[0]
+    return isinstance(node.base, Leaf) and node.base.group is not None and bool(at[1])
 
 
 def outputs_of_rows(pulled: Pulled, rows: Sequence[Intervals], first: int) -> Intervals:
@@ -177,13 +200,10 @@ def outputs_of_rows(pulled: Pulled, rows: Sequence[Intervals], first: int) -> In
     if not pulled.count:
         return EMPTY
     items = pulled.items()
-    made = materialize(items).traced
-    bounds = made.bounds[items.batches.bounds - items.batches.bounds[0]] if isinstance(items, Bunches) else made.bounds
-    found = np.zeros(int(bounds[-1]), np.bool_)
-    for source, these in enumerate(rows):
-        found |= (made.columns[0] == source) & these.contains(made.columns[1])
-    others = np.append(0, np.cumsum(~found))[bounds]
-    return Intervals.from_positions(first + np.flatnonzero((others[1:] == others[:-1]) & (bounds[1:] > bounds[:-1])))
+    found = are_of(materialize(items), rows)
+    if isinstance(items, Bunches):
+        found = all_in_each(found, items.batches.bounds - items.batches.bounds[0])
+    return Intervals.from_positions(first + np.flatnonzero(found))
 
 
 class Reach:

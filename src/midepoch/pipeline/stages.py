@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -15,7 +15,8 @@ from midepoch.errors import ColumnError
 from midepoch.order import Shard
 from midepoch.order.bijection import Bijection, derive
 from midepoch.order.budget import TooLongError
-from midepoch.pipeline.chunk import Bunches, Chunk, Flow, Items, MixedRows, Puller, joined, materialize
+from midepoch.order.intervals import Intervals
+from midepoch.pipeline.chunk import Bunches, Chunk, Flow, Items, MixedRows, Puller, are_of, joined, materialize
 from midepoch.pipeline.cursor import At
 from midepoch.pipeline.node import DELIVERED_BITS, HIDDEN, Buckets, Local, Rebatch, Slice, StageSpec, Window
 from midepoch.pipeline.planned import changed_lengths, too_long
@@ -163,9 +164,18 @@ class Packing:
 
 
 def stage(
-    spec: StageSpec, source: Callable[[At], Flow], cursor: At, run: RunContext, packing: Packing, lane: Shard
+    spec: StageSpec,
+    source: Callable[[At], Flow],
+    cursor: At,
+    run: RunContext,
+    packing: Packing,
+    lane: Shard,
+    gone: Sequence[Intervals] = (),
 ) -> Flow:
-    """Return the flow of a stage over the flow before it, which is opened at the inner cursor."""
+    """Return the flow of a stage over the flow before it, which is opened at the inner cursor.
+
+    ``gone``: rows that a window still has, because they were excluded when it was in progress.
+    """
     if isinstance(spec, Local) and spec.keeps_rows:
         return Same(source(cursor), spec.steps, run)
     inner, count = cursor
@@ -173,7 +183,7 @@ def stage(
     if isinstance(spec, Slice):
         return Sliced(flow, inner, spec, count)
     if isinstance(spec, Buckets):
-        return Bucketed(flow, inner, spec, run, count)
+        return Bucketed(flow, inner, spec, run, count, gone)
     if isinstance(spec, PackSpec) and spec.strategy == "concat":
         return Packed(flow, spec, inner, count, packing, lane)
     if isinstance(spec, PackSpec):
@@ -297,10 +307,14 @@ class Bucketed:
     """Windows of outputs, each turned into batches by a budget of tokens.
 
     Cursor: [cursor before a window, delivered batches of that window, with a checksum of all of them above 24 bits].
+    ``gone``: rows that take part in forming the batches, and are not delivered.
     """
 
-    def __init__(self, source: Flow, inner: At, spec: Buckets, run: RunContext, skip: int) -> None:
+    def __init__(
+        self, source: Flow, inner: At, spec: Buckets, run: RunContext, skip: int, gone: Sequence[Intervals] = ()
+    ) -> None:
         self._intake, self._spec, self._run, self._skip = Puller(source, inner, groups=True), spec, run, skip
+        self._gone = gone
 
     def pull(self) -> Chunk | None:
         taken = self._intake.take(self._spec.budget.window)
@@ -313,6 +327,8 @@ class Bucketed:
             raise changed_lengths(self._spec.budget)
         skip %= 1 << DELIVERED_BITS
         count = len(made) - skip
+        if self._gone:
+            made = replace(made, batches=made.batches.without(are_of(materialize(made.rows), self._gone)))
 
         def at(outputs: int) -> At:
             if outputs == count:
