@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -55,6 +56,15 @@ def _own_caches(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Mo
     folder = tmp_path_factory.getbasetemp() / "caches"
     monkeypatch.setenv("MIDEPOCH_CACHE", str(folder / "midepoch"))
     monkeypatch.setenv("HF_HOME", str(folder / "hf"))
+
+
+@pytest.fixture(autouse=True)
+def _no_jax(request: pytest.FixtureRequest) -> Iterator[None]:
+    """With JAX in a process, midepoch starts workers in another way: all tests that follow would take ten times as long."""
+    before = "jax" in sys.modules
+    yield
+    if "checkpoint" not in request.path.parts:
+        assert before or "jax" not in sys.modules, "JAX is imported in a process of its own, or in tests/checkpoint"
 
 
 @pytest.fixture(scope="session")
