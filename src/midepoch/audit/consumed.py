@@ -60,13 +60,14 @@ class RowCounts(NamedTuple):
     """Rows of the sources in an epoch.
 
     ``consumed``: rows of which outputs were made, or that yielded none (``filtered`` of them). ``left``: not consumed.
-    ``dropped``: left over at the end of an epoch.
+    ``dropped``: left over at the end of an epoch. ``begun``: consumed rows of which more may be to come.
     """
 
     consumed: int = 0
     filtered: int = 0
     dropped: int = 0
     left: int = 0
+    begun: int = 0
 
     def plus(self, other: RowCounts) -> RowCounts:
         """Return the sums."""
@@ -186,7 +187,7 @@ class LaneRun:
                 consumed, filtered = consumed + rest, filtered + nothing
         left = self._left(one, lane, track.at(lane, steps + is_over))
         if not (is_over or ended):
-            return RowCounts(consumed, filtered, dropped, left)
+            return RowCounts(consumed, filtered, dropped, left, any(place.part for place in places))
         if one.shape.batching.ends == "drop" or self._tree.get("drops", True):
             return RowCounts(consumed, filtered, dropped + left)
         return RowCounts(consumed + left, filtered + left, dropped)  # stages read on to the end, and nothing came of it

@@ -183,7 +183,7 @@ class Ledger:
         self._base, self._latest, self._waited, self._seen = Figures(), Figures(), 0.0, 0
         self._pages: mmap.mmap | None = None
         self._lanes = LaneRecorder()
-        self._how = "fresh"
+        self._how, self._passed = "fresh", False
         """How the run comes to its next pass: it is "fresh", a state was "loaded", or it is "on" its way."""
         self._origin: Any = Cursor()
         """The place after the last batch recorded, or of a loaded state."""
@@ -277,7 +277,7 @@ class Ledger:
         if load:
             self._write(b"\n" + json.dumps(header, separators=(",", ":")).encode() + b"\n")
             return
-        before, _latest[self._rows] = _latest.get(self._rows), self
+        before, _latest[self._rows], self._passed = _latest.get(self._rows), self, True
         self._beside = self._how == "on" and before not in (None, self)
         if before is not None and before is not self:
             before._beside = True  # if it continues with its own pass after this
@@ -402,7 +402,7 @@ class Ledger:
             self._end_lanes(self._lanes, Places.of(end, self._lanes.numbers))
         elif self._ends:
             self._write(b"#")
-        self._how, self._origin = "on", end
+        self._how, self._origin = "on" if self._passed else self._how, end
         self._write(self._times(self._last, waited))  # as all marks, at a step: what follows is not its time
         self._see(self._last)
         self.sync()

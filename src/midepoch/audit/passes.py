@@ -176,16 +176,32 @@ def read_generations(folder: Path) -> list[Generation]:
                 attempt = f"{one.shape.attempt} ({uses.get(one.process, 0) + 1})"
                 one = replace(one, shape=one.shape._replace(attempt=attempt), reused=True)
             of_process[one.process, one.rank].append(one)
-    groups: dict[tuple[Shape, bool, int], list[Passed]] = defaultdict(list)
-    for passes in of_process.values():
-        passes = _joined(sorted(passes, key=lambda one: one.beginning))
-        left = Counter((one.shape, one.is_load) for one in passes)
-        for one in passes:
-            # Counted from the last: possibly only some of the ranks looked at the first batch.
-            left[one.shape, one.is_load] -= 1
-            groups[one.shape, one.is_load, left[one.shape, one.is_load]].append(one)
-    generations = [_together(shape, passes, uses, files) for (shape, _, _), passes in groups.items()]
+    joined = [_joined(sorted(passes, key=lambda one: one.beginning)) for passes in of_process.values()]
+    generations = [_together(shape, passes, uses, files) for (shape, *_), passes in _grouped(joined).items()]
     return sorted(generations, key=lambda one: one.beginning)
+
+
+def _grouped(processes: list[list[Passed]]) -> dict[tuple[Shape, bool, int, int], list[Passed]]:
+    """Return the passes that ranks have taken together.
+
+    If all have the same number of passes, these correspond. Otherwise, those that begin at the same step do. They are
+    counted from the last: possibly only some of the ranks looked at the first batch.
+    """
+    counts: dict[tuple[Shape, bool], set[int]] = defaultdict(set)
+    for passes in processes:
+        for kind, count in Counter((one.shape, one.is_load) for one in passes).items():
+            counts[kind].add(count)
+    groups: dict[tuple[Shape, bool, int, int], list[Passed]] = defaultdict(list)
+    for passes in processes:
+        keys = [
+            (one.shape, one.is_load, one.cursor.steps if len(counts[one.shape, one.is_load]) > 1 else 0)
+            for one in passes
+        ]
+        left = Counter(keys)
+        for one, key in zip(passes, keys, strict=True):
+            left[key] -= 1
+            groups[(*key, left[key])].append(one)
+    return groups
 
 
 def _joined(passes: list[Passed]) -> list[Passed]:

@@ -87,6 +87,8 @@ class EpochUnits:
     twice: dict[int, Intervals] = field(default_factory=dict)
     lost: dict[int, Intervals] = field(default_factory=dict)
     """Units that a state claimed to be done, and that were not delivered before."""
+    dropped: dict[int, Intervals] = field(default_factory=dict)
+    """Outputs of lanes that were too few for a batch at the end of the epoch."""
     again: int = 0
     leased: int = 0
     records: list[Generation] = field(default_factory=list)
@@ -100,7 +102,8 @@ class EpochUnits:
             excluded = self.excluded.get(lane, EMPTY).minus(kept).intersection(done)
             self.again += len(kept.minus(done))
             self.kept[lane] = kept.intersection(done)
-            self.lost[lane] = done.minus(kept).minus(excluded)
+            self.dropped[lane] = self.dropped.get(lane, EMPTY).intersection(done)
+            self.lost[lane] = done.minus(kept).minus(excluded).minus(self.dropped[lane])
             self.twice[lane] = self.twice.get(lane, EMPTY).intersection(done)
             self.rejected[lane] = self.rejected.get(lane, EMPTY).intersection(done)
             self.excluded[lane] = excluded.union(claim.excluded.get(lane, EMPTY))
@@ -116,6 +119,17 @@ class EpochUnits:
             kept = self.kept.get(lane, EMPTY)
             self.twice[lane] = self.twice.get(lane, EMPTY).union(some.intersection(kept))
             self.kept[lane] = kept.union(some)
+
+    def drop(self, units: Units) -> None:
+        """Note units that are left over at the end of the epoch."""
+        for lane, some in units.items():
+            self.dropped[lane] = self.dropped.get(lane, EMPTY).union(some)
+
+    @property
+    def dropped_count(self) -> int:
+        """Outputs of lanes that were dropped, and not delivered or excluded."""
+        gone = ((self.kept.get(n, EMPTY), self.excluded.get(n, EMPTY), some) for n, some in self.dropped.items())
+        return sum(len(some.minus(kept).minus(excluded)) for kept, excluded, some in gone)
 
     @property
     def repeated(self) -> int:
@@ -244,6 +258,7 @@ class History:
         here.exclude(claim)
         here.records += [one] if not any(one is other for other in here.records) else []
         here.deliver(delivered_by(one, self._plans))
+        here.drop(_dropped(one))
         here.leased += _leased(one, self._plans)
         for lane, some in _acknowledged(one, self._plans, rejected=True).items():
             here.rejected[lane] = here.rejected.get(lane, EMPTY).union(some)
@@ -343,6 +358,19 @@ def _outputs(one: Generation, lane: int, steps: int | None) -> Intervals | None:
     count = min(track.delivered, track.recorded) if steps is None else min(track.delivered, track.recorded, steps)
     at = one.cursor.lanes.get(lane, LaneCursor())
     return Intervals.of(track.taken(lane, 0), track.taken(lane, count)).minus(at.done)
+
+
+def _dropped(one: Generation) -> Units:
+    """Return the outputs of lanes that were left over at the end of the epoch, if a pass came to it."""
+    found: dict[int, Intervals] = {}
+    if one.shape.batching.ends != "drop":
+        return found
+    for track in one.tracks.values():
+        if track.finished and track.recorded > track.delivered:
+            for lane in set(track.begin) - track.ended:
+                left = Intervals.of(track.taken(lane, track.delivered), track.taken(lane, track.delivered + 1))
+                found[lane] = found.get(lane, EMPTY).union(left)
+    return found
 
 
 def _acknowledged(one: Generation, plans: Plans, *, rejected: bool = False) -> Units:

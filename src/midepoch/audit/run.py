@@ -195,9 +195,9 @@ class Run:
         """Reasons why the ledger does not prove anything, in words. Empty if there are none."""
         problems = [
             f"epoch {one.shape.epoch} after step {one.before:,}: no record of rank "
-            f"{', '.join(map(str, one.missing[:8]))}{', …' * (len(one.missing) > 8)} of {one.shape.ranks}"
-            for one in self.generations
-            if one.missing
+            f"{', '.join(map(str, missing[:8]))}{', …' * (len(missing) > 8)} of {one.shape.ranks}"
+            for number, one in enumerate(self.generations)
+            if (missing := self._missing(one, number))
             and not one.leases
             and one.most_steps
             and (one is not self.generations[-1] or self._is_through(one))
@@ -237,12 +237,18 @@ class Run:
                 problems.append(f"epoch {epoch} was resumed in another order than it was begun in")
         return problems
 
+    def _missing(self, one: Generation, number: int) -> list[int]:
+        """Return the ranks without a record of a pass, except for those that were at the end of the epoch before."""
+        same = (one.shape.epoch, one.shape.attempt)
+        before = [other for other in self.generations[:number] if (other.shape.epoch, other.shape.attempt) == same]
+        return [rank for rank in one.missing if not any(rank in self._finished(other) for other in before)]
+
     # Its proof
 
     @cached_property
     def epochs(self) -> list[EpochProof]:
         """The proof, epoch by epoch, including skipped epochs."""
-        known = [one.shape.epoch for one in self.every]
+        known = [one.shape.epoch for one in self.every] + [epoch for epoch, of in self._units.items() if of.never]
         return [self._proof(epoch, self._units.get(epoch, EpochUnits())) for epoch in range(min(known), max(known) + 1)]
 
     @property
@@ -328,7 +334,7 @@ class Run:
             once=total.consumed - excluded,
             never=units.never + wrong + (left if over else 0),
             dropped=total.dropped,
-            pending=0 if over else left,
+            pending=0 if over else left or total.begun,
             again=max(0, made - consumed),
             filtered=max(0, total.filtered - counted["skipped"] - excluded),
             excluded=units.excluded_count + excluded,
@@ -341,14 +347,15 @@ class Run:
         """Count what was acknowledged."""
         out = self._still_out(units)
         last, acknowledged, excluded = passes[-1], units.count, units.excluded_count
+        if not any(other > last.shape.epoch and of.records for other, of in self._units.items()):
+            over = (over or self._all_finished(units)) and not any(out)  # what is out comes again first
         rows = last.first.rows
-        if last.in_lanes or last.shape.batching.budget:
-            over = over or (self._all_finished(units) and not any(out))
-            rows = acknowledged + excluded + (not over)  # outputs are not known before
-            if not last.in_lanes:
-                rows = last.first.rows
+        if last.in_lanes:  # outputs are not known before
+            dropped = units.dropped_count
+            rows = acknowledged + excluded + dropped + units.never + (not over)
         left = max(0, rows - acknowledged - excluded - units.never)
-        dropped = self._dropped(last.shape.epoch, units, left, over) if self._all_finished(units) else 0
+        if not last.in_lanes:
+            dropped = min(left, self._dropped(last.shape.epoch, units, left, over))
         left -= dropped
         counts = LeaseCounts(units.leased, acknowledged, sum(map(len, units.rejected.values())), *out)
         counted["steps"] = sum(

@@ -25,6 +25,7 @@ from midepoch.pipeline.plans import TokenPlan
 from midepoch.pipeline.reach import Reach, outputs_of_rows, up_to_done
 from midepoch.pipeline.rows import excluded_rows
 from midepoch.pipeline.spec import PipelineSpec
+from midepoch.pipeline.stages import Packing
 
 _log = logging.getLogger("midepoch")
 _MANY_STEPS = 1_000
@@ -154,16 +155,25 @@ def _sparing(before: PipelineSpec, after: PipelineSpec, cursor: Cursor) -> Curso
     are excluded as outputs.
     """
     bundles, lanes = before.bundles_here(shared=False), dict(cursor.lanes)
+
+    def newly_excluded(leaf: int, epoch: int, lane: Shard) -> Intervals:
+        engine = bundles.engines[leaf]
+        known = excluded_rows(engine, before.excluded[leaf], epoch, lane) if before.excluded else EMPTY
+        return excluded_rows(engine, after.excluded[leaf], epoch, lane).minus(known)
+
     for number, lane in cursor.lanes.items():
-        own, spared = Shard(number, before.lanes), dict(lane.spared)
-        made = up_to_done(before.node, bundles, cursor.epoch, own, lane, groups=True)
+        own, spared, packing = Shard(number, before.lanes), dict(lane.spared), Packing(traced=True, noted=True)
+        made = up_to_done(before.node, bundles, packing, cursor.epoch, own, lane, groups=True)
         at, gone = made.at(made.count), outputs_of_rows(made, after.excluded, lane.taken)
-        for drawn in Reach(bundles, lane).drawn(before.node, at, cursor.epoch, own):
-            engine, leaf = bundles.engines[drawn.leaf], drawn.leaf
-            known = excluded_rows(engine, before.excluded[leaf], drawn.epoch, drawn.lane) if before.excluded else EMPTY
-            rows = excluded_rows(engine, after.excluded[leaf], drawn.epoch, drawn.lane).minus(known)
-            key = spared_key(leaf, drawn.epoch, drawn.lane.index)
-            spared[key] = spared.get(key, EMPTY).union(rows.before_(drawn.row))
+        reached = list(Reach(bundles, packing, lane).drawn(before.node, at, cursor.epoch, own))
+        for drawn in reached:
+            passes = [each[1:] for each in packing.opened or () if each[0] == drawn.leaf]
+            last = (drawn.epoch, drawn.lane)
+            whole = passes[: passes.index(last)] if last in passes else passes
+            for epoch, shard in [*whole, last]:
+                key, rows = spared_key(drawn.leaf, epoch, shard.index), newly_excluded(drawn.leaf, epoch, shard)
+                rows = rows.before_(drawn.row) if (epoch, shard) == last else rows
+                spared[key] = spared.get(key, EMPTY).union(rows)
         excluded = lane.excluded.union(gone.minus(lane.ahead))
         lanes[number] = replace(lane, excluded=excluded, spared={key: rows for key, rows in spared.items() if rows})
     return cursor._replace(lanes=lanes)

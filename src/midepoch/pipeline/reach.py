@@ -52,6 +52,8 @@ def open_flow(
         return stage(spec.stages[-1], source, cursor, run, packing, lane, bundles.excluded if spared else ())
     base = spec.base
     if isinstance(base, Leaf):
+        if packing.opened is not None:
+            packing.opened.append((leaf, epoch, lane))
         if spec.plain and not (bundles.excluded and bundles.excluded[leaf]):
             return LazyRows(bundles, leaf, epoch, lane, cursor)
         return LeafRows(bundles, leaf, epoch, lane, cursor, spared.get(spared_key(leaf, epoch, lane.index), EMPTY))
@@ -155,7 +157,7 @@ def is_count(value: Any) -> bool:
 
 
 class Drawn(NamedTuple):
-    """Rows of a source before ``row`` of a lane, in one pass over it, are drawn."""
+    """Rows of a source before ``row`` of a lane are drawn, in the last pass over it that has begun."""
 
     leaf: int
     epoch: int
@@ -168,15 +170,15 @@ _MOST_CHUNKS = 4
 
 
 def up_to_done(
-    node: Node, bundles: Bundles, epoch: int, lane: Shard, cursor: LaneCursor, *, groups: bool = False
+    node: Node, bundles: Bundles, packing: Packing, epoch: int, lane: Shard, cursor: LaneCursor, *, groups: bool = False
 ) -> Pulled:
-    """Return the outputs up to the last that is done, with their provenance. The pipeline runs up to it.
+    """Return the outputs up to the last that is done. The pipeline runs up to it.
 
     ``groups``: also those of groups that are in progress there, to their ends.
     """
     if not (cursor.done or (groups and _in_progress(node, cursor.at))):
         return Pulled([], cursor.at)
-    flow = open_flow(node, bundles, Packing(traced=True), epoch, lane, cursor.at, cursor.spared)
+    flow = open_flow(node, bundles, packing, epoch, lane, cursor.at, cursor.spared)
     intake = Puller(flow, cursor.at)
     taken = intake.take(int(cursor.done.stops[-1]) - cursor.taken if cursor.done else 0)
     for _ in range(_MOST_CHUNKS if groups else 0):
@@ -209,8 +211,8 @@ def outputs_of_rows(pulled: Pulled, rows: Sequence[Intervals], first: int) -> In
 class Reach:
     """Finds the rows that are drawn at a cursor of a lane, where groups are in progress."""
 
-    def __init__(self, bundles: Bundles, cursor: LaneCursor) -> None:
-        self._bundles, self._spared = bundles, cursor.spared
+    def __init__(self, bundles: Bundles, packing: Packing, cursor: LaneCursor) -> None:
+        self._bundles, self._packing, self._spared = bundles, packing, cursor.spared
 
     def drawn(self, node: Node, at: At, epoch: int, lane: Shard, first_leaf: int = 0) -> Iterator[Drawn]:
         """Yield the rows of each source that are drawn. Groups in progress are run to their ends."""
@@ -220,7 +222,7 @@ class Reach:
                 inner, skip = at
                 at = inner
                 if count := _inputs_in_progress(stage, skip):
-                    flow = open_flow(before, self._bundles, Packing(), epoch, lane, inner, self._spared, first_leaf)
+                    flow = open_flow(before, self._bundles, self._packing, epoch, lane, inner, self._spared, first_leaf)
                     taken = Puller(flow, inner, groups=True).take(count)
                     at = taken.at(taken.count)
             yield from self.drawn(before, at, epoch, lane, first_leaf)
@@ -234,9 +236,11 @@ class Reach:
                 run, stage_of_part, inner = at[2][number]
                 yield from self.drawn(part, inner, *place_of(run, stage_of_part, epoch, lane), first_leaf)
             elif isinstance(base, Concat):
-                inner = at[1] if number == at[0] else None
-                if inner is not None:
-                    yield from self.drawn(part, inner, epoch, lane, first_leaf)
+                if number == at[0]:
+                    yield from self.drawn(part, at[1], epoch, lane, first_leaf)
+                else:  # it has ended, or has not begun
+                    for leaf, one in enumerate(part.leaves, first_leaf):
+                        yield Drawn(leaf, epoch, lane, lane.before(one.rows) if number < at[0] else 0)
             elif isinstance(base, Zip):
                 yield from self.drawn(part, at[number], epoch, lane, first_leaf)
             first_leaf += len(part.leaves)

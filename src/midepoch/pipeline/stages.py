@@ -150,11 +150,13 @@ class Packing:
     """Counts of packed tokens and of the token slots of sequences, and of skipped outputs.
 
     ``skipped``: by functions after a stage, under ``on_error="skip"``. ``traced``: sequences name their documents.
+    ``opened``: the passes over sources that were opened, as (number of the source, epoch, lane), if they are noted.
     """
 
-    def __init__(self, *, traced: bool = False) -> None:
+    def __init__(self, *, traced: bool = False, noted: bool = False) -> None:
         self.tokens = self.places = self.skipped = 0
         self.traced = traced
+        self.opened: list[tuple[int, int, Shard]] | None = [] if noted else None
 
     def note(self, tokens: int, places: int) -> None:
         self.tokens, self.places = self.tokens + tokens, self.places + places

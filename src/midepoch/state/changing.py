@@ -18,6 +18,7 @@ from midepoch.pipeline.node import Learned, Local, Mix, Node, Slice, StageSpec
 from midepoch.pipeline.reach import start, up_to_done
 from midepoch.pipeline.scheduled import EVENTS, Setting, is_held, setting
 from midepoch.pipeline.spec import PipelineSpec
+from midepoch.pipeline.stages import Packing
 from midepoch.state.format import unreadable
 from midepoch.transforms.packing import PackSpec
 
@@ -143,7 +144,7 @@ def with_weights(
         for number, lane in cursor.lanes.items():
             of, at = LaneContext(cursor.epoch, Shard(number, spec.lanes)), lane.at
             if bundles is not None and lane.done:
-                made = up_to_done(spec.node, bundles, cursor.epoch, of.lane, lane)
+                made = up_to_done(spec.node, bundles, Packing(), cursor.epoch, of.lane, lane)
                 need = _drawn(spec.node, at, made.at(made.count))
                 lanes[number] = replace(lane, at=_with_base(spec.node, at, convert(_base(spec.node, at), need, of)))
             else:

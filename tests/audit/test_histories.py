@@ -1,0 +1,251 @@
+"""Histories whose proof was wrong once: the log of what was delivered says what it should be."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import midepoch
+from midepoch.audit import Ledger, read_run
+
+
+def numbers(first: int, rows: int) -> midepoch.Dataset:
+    return midepoch.from_dict({"id": list(range(first, first + rows))})
+
+
+def shuffled(rows: int) -> midepoch.Dataset:
+    return numbers(0, rows).shuffle(seed=1)
+
+
+def not_3(rows: int, lanes: int = 1) -> midepoch.Dataset:
+    return shuffled(rows).filter(lambda row: row["id"] != 3).with_lanes(lanes)
+
+
+def ids(batches: Any) -> list[int]:
+    return [int(number) for batch in batches for number in batch["id"]]
+
+
+CONCAT: dict[str, Callable[[midepoch.Dataset], midepoch.Dataset]] = {
+    "window": lambda ds: ds.shuffle(seed=5, window=8),
+    "groups": lambda ds: ds.map(lambda rows: {"id": rows["id"]}, batched=True, batch_size=8),
+}
+
+
+@pytest.mark.parametrize("kind", CONCAT)
+@pytest.mark.parametrize("taken", [9, 13, 14])
+def test_rows_are_excluded_in_a_group_over_two_parts(kind: str, taken: int, tmp_path: Path) -> None:
+    """A group that was drawn from two parts of a concat is made again of the same rows."""
+    loader = CONCAT[kind](midepoch.concat([numbers(0, 10), numbers(100, 10)])).with_lanes(1).loader(1, audit=tmp_path)
+    batches = iter(loader)
+    seen = ids(next(batches) for _ in range(taken))
+    loader.exclude(rows={0: [9]})
+    seen += ids(batches)
+    everything = {*range(10), *range(100, 110)}
+    assert sorted(seen) == sorted(everything if 9 in seen else everything - {9})
+    run = read_run(tmp_path)
+    assert run.exact and run.epochs[0].complete
+
+
+def test_rows_are_excluded_before_leases_of_two_parts() -> None:
+    ds = midepoch.concat([numbers(0, 6), numbers(100, 6)]).with_lanes(1)
+    loader, seen = ds.loader(2), []
+    with loader.lease() as items:
+        for number, lease in enumerate(items):
+            if number in (1, 2, 4):
+                lease.ack()
+                seen += lease.batch["id"].tolist()
+    resumed = ds.loader(2)
+    resumed.load_state_dict(loader.state_dict())
+    resumed.exclude(rows={0: [4]})  # acknowledged already
+    assert (seen, ids(resumed)) == ([2, 3, 4, 5, 102, 103], [0, 1, 100, 101, 104, 105])
+
+
+@pytest.mark.parametrize("stop", ["all", "never"])
+@pytest.mark.parametrize("taken", range(6, 16, 3))
+def test_rows_are_excluded_in_a_window_with_the_end_of_a_source(stop: str, taken: int) -> None:
+    """A window may have rows of two passes over a source: what it has delivered stays as it was."""
+
+    def loader() -> midepoch.Loader:
+        mix = midepoch.mix([numbers(100, 40), numbers(0, 6)], [1, 1], seed=1, stop=stop)
+        return mix.shuffle(seed=5, window=8).with_lanes(1).loader(1)
+
+    whole = [ids([batch])[0] for _, batch in zip(range(16), loader(), strict=False)]
+    edited = loader()
+    batches = iter(edited)
+    seen = ids(next(batches) for _ in range(taken))
+    edited.exclude(rows={1: [4]})
+    seen += ids(next(batches) for _ in range(8))
+    end = -(-taken // 8) * 8
+    assert seen[:taken] == whole[:taken]
+    rest = [one for one in whole[taken:end] if one != 4]
+    assert seen[taken : taken + len(rest)] == rest
+    assert 4 not in seen[taken:]
+
+
+def test_batches_by_tokens_of_a_window_with_the_end_of_a_source() -> None:
+    ds = midepoch.mix([numbers(100, 40), numbers(0, 6)], [1, 1], seed=1, stop="all").with_lanes(1)
+    loader = ds.loader(
+        max_tokens=4,
+        length=lambda row: 1 + row["id"] % 2,
+        bucket_window=8,
+        collate_fn=lambda rows: [row["id"] for row in rows],
+    )
+    batches = iter(loader)
+    for _ in range(5):
+        next(batches)
+    loader.exclude(rows={1: [4]})
+    assert not any(4 in next(batches) for _ in range(6))
+
+
+@pytest.mark.parametrize("lanes", [1, 4])
+def test_outputs_that_are_dropped_at_the_end_are_not_lost(lanes: int, tmp_path: Path) -> None:
+    state, epochs = None, 0
+    for attempt in "123":
+        loader = not_3(20, lanes).loader(4, last_batch="drop", audit=Ledger(tmp_path, attempt=attempt))
+        if state is not None:
+            loader.load_state_dict(state)
+        list(loader)
+        state, epochs = loader.state_dict(), epochs + 1
+        loader.close()
+        run = read_run(tmp_path)
+        assert run.exact and len(run.epochs) == epochs
+        assert all((one.never, one.complete) == (0, True) for one in run.epochs), run.epochs
+
+
+def test_ranks_with_different_numbers_of_passes_in_one_start(tmp_path: Path) -> None:
+    def ranks(attempt: str) -> list[midepoch.Loader]:
+        ledgers = [Ledger(tmp_path, attempt=attempt) for _ in range(2)]
+        return [
+            not_3(40, 2).loader(4, rank=rank, world_size=2, last_batch="uneven", audit=ledgers[rank])
+            for rank in range(2)
+        ]
+
+    loaders = ranks("1")
+    for _ in range(2):
+        for loader in loaders:
+            next(loader)
+    states = [loader.state_dict() for loader in loaders]
+    for loader in loaders:
+        loader.exclude(rows=[3])
+    next(loaders[0])  # rank 1 is slower, and the run is killed
+    next(loaders[0])
+    for loader in loaders:
+        loader.close()
+    last = not_3(40, 2).loader(4, audit=Ledger(tmp_path, attempt="2"))
+    last.load_state_dict(states)
+    list(last)
+    last.close()
+    run = read_run(tmp_path)
+    assert run.exact and run.epochs[0].complete, run.problems
+
+
+@pytest.mark.parametrize("kind", ["rows", "filter"])
+def test_leases_that_are_out_at_the_end_are_to_come(kind: str, tmp_path: Path) -> None:
+    def loader(attempt: str) -> midepoch.Loader:
+        ds = shuffled(20) if kind == "rows" else not_3(20)
+        return ds.loader(4, audit=Ledger(tmp_path, attempt=attempt))
+
+    first = loader("1")
+    with first.lease() as items:
+        leases = list(items)
+        for lease in leases[:-1]:
+            lease.ack()
+    proof = read_run(tmp_path).epochs[0]
+    assert proof.exact and not proof.complete and proof.pending and proof.leases is not None
+    state = first.state_dict()
+    first.close()
+    second = loader("2")
+    second.load_state_dict(state)
+    with second.lease() as items:
+        for lease in items:
+            lease.ack()
+    second.state_dict()
+    proof = read_run(tmp_path).epochs[0]
+    assert proof.complete, proof
+
+
+@pytest.mark.parametrize("sizes", [(4, 3, 5), (4, 4, 4), (3, 5, 8)])
+def test_leases_and_outputs_that_are_dropped(sizes: tuple[int, int, int], tmp_path: Path) -> None:
+    def loader(attempt: int) -> midepoch.Loader:
+        return not_3(20).loader(sizes[attempt], last_batch="drop", audit=Ledger(tmp_path, attempt=str(attempt)))
+
+    first = loader(0)
+    seen = ids([next(first), next(first)])
+    second = loader(1)
+    second.load_state_dict(first.state_dict())
+    first.close()
+    with second.lease() as items:
+        lease = next(items)
+        seen += lease.batch["id"].tolist()
+        lease.ack()
+    third = loader(2)
+    third.load_state_dict(second.state_dict())
+    second.close()
+    seen += ids(third)
+    third.close()
+    run = read_run(tmp_path)
+    proof = run.epochs[0]
+    assert run.exact and proof.complete and proof.never == 0, proof
+    assert proof.dropped == 19 - len(seen)
+
+
+def test_leases_and_a_batch_that_is_larger_than_the_rest(tmp_path: Path) -> None:
+    first = shuffled(48).loader(13, last_batch="drop", audit=Ledger(tmp_path, attempt="1"))
+    with first.lease() as items:
+        for _ in range(2):
+            next(items).ack()
+    second = shuffled(48).loader(24, last_batch="drop", audit=Ledger(tmp_path, attempt="2"))
+    second.load_state_dict(first.state_dict())
+    first.close()
+    next(second)
+    next(second)
+    second.close()
+    run = read_run(tmp_path)
+    assert run.exact and (run.epochs[0].never, run.epochs[0].dropped) == (0, 22)
+
+
+def test_the_rest_of_a_document_is_to_come(tmp_path: Path) -> None:
+    documents = midepoch.from_dict({"input_ids": [list(range(10 * i, 10 * i + 10)) for i in range(5)]})
+    loader = documents.pack(8, pad=-1).with_lanes(1).loader(1, audit=tmp_path)
+    batches = iter(loader)
+    for _ in range(6):
+        next(batches)
+    loader.state_dict()
+    assert not read_run(tmp_path).epochs[0].complete
+    assert len(list(batches)) == 1
+    assert read_run(tmp_path).epochs[0].complete
+
+
+def test_rows_that_a_loaded_state_skips_are_found_at_once(tmp_path: Path) -> None:
+    first = shuffled(20).loader(4, audit=Ledger(tmp_path, attempt="1"))
+    list(first)
+    first.close()
+    other = shuffled(20).loader(4)
+    list(other)
+    ahead = iter(other)
+    next(ahead)
+    next(ahead)
+    second = shuffled(20).loader(4, audit=Ledger(tmp_path, attempt="2"))
+    second.load_state_dict(other.state_dict())
+    run = read_run(tmp_path)
+    assert not run.exact and len(run.epochs) == 2 and run.epochs[1].never == 8
+
+
+def test_an_epoch_that_is_wholly_excluded_is_no_second_loader(tmp_path: Path) -> None:
+    plan = shuffled(12).loader(4)
+    plan.exclude(steps=[1, 2, 3])
+    first = shuffled(12).loader(4, audit=Ledger(tmp_path, attempt="1"))
+    first.load_state_dict(plan.state_dict())
+    first.exclude(rows=[3])
+    state = first.state_dict()
+    first.close()
+    second = shuffled(12).loader(4, audit=Ledger(tmp_path, attempt="2"))
+    second.load_state_dict(state)
+    list(second)
+    next(second)
+    next(second)
+    run = read_run(tmp_path)
+    assert run.exact, run.problems
