@@ -249,3 +249,32 @@ def test_an_epoch_that_is_wholly_excluded_is_no_second_loader(tmp_path: Path) ->
     next(second)
     run = read_run(tmp_path)
     assert run.exact, run.problems
+
+
+@pytest.mark.parametrize("taken", [2, 4])
+def test_a_state_at_the_end_of_an_epoch_whose_rest_was_excluded(taken: int, tmp_path: Path) -> None:
+    documents = midepoch.from_dict({"input_ids": [[i] * (1 + i % 5) for i in range(48)]})
+    mixed = midepoch.mix([documents.slice(0, 30).shuffle(seed=3), documents.slice(30, 48)], [2, 1], seed=1, stop="all")
+    ds = mixed.pack(8, pad=-1).with_lanes(2)
+
+    def ranks(attempt: str) -> list[midepoch.Loader]:
+        options: dict[str, Any] = {"world_size": 2, "last_batch": "uneven"}
+        return [ds.loader(2, rank=rank, audit=Ledger(tmp_path, attempt=attempt), **options) for rank in range(2)]
+
+    loaders = ranks("1")
+    passes = [iter(loader) for loader in loaders]
+    for _ in range(taken):
+        for one in passes:
+            next(one)
+    assert all(loader.exclude(steps=range(taken + 1, taken + 10)) for loader in loaders)
+    assert not any(list(one) for one in passes)
+    states = [loader.state_dict() for loader in loaders]
+    for loader in loaders:
+        loader.close()
+    for loader in ranks("2"):
+        loader.load_state_dict(states)
+        next(loader)
+        next(loader)
+        loader.close()
+    run = read_run(tmp_path)
+    assert run.exact and run.epochs[0].complete and run.epochs[0].excluded, run.epochs

@@ -241,12 +241,19 @@ class History:
                 later.records.clear()
         if not fresh:
             return
-        while self.kept and (self.kept[-1].shape.epoch, self.kept[-1].before) >= (epoch, one.before):
+        while self.kept and self._is_taken_back(self.kept[-1], one):
             self.kept.pop().kept_steps = 0
             self.firsts.pop()
         last = self.kept[-1] if self.kept else None
         if last is not None and last.shape.epoch == epoch and not last.leases:
             last.kept_steps = min(last.kept_steps, one.before - last.before)
+
+    @staticmethod
+    def _is_taken_back(one: Generation, by: Generation) -> bool:
+        """Return True if a pass begins where a record continues, or later. One that only found the end is kept."""
+        if one.shape.epoch == by.shape.epoch and one.before == by.before and not one.most_steps:
+            return not by.cursor.lanes_ended
+        return (one.shape.epoch, one.before) >= (by.shape.epoch, by.before)
 
     def _add(self, one: Generation, how: str, stretch: Stretch) -> None:
         """Count the units of a pass."""

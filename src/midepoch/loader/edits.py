@@ -96,6 +96,12 @@ def _without_outputs(spec: PipelineSpec, options: Options, cursor: Cursor, steps
             count += outputs.total
     if run.number < last and lanes.share.lanes.count == 1:  # else other ranks may have it
         raise _not_in_epoch(last, run.number, cursor)
+    if not count:
+        _log.warning(
+            "exclude(steps=…) leaves out nothing on this rank: its last step of epoch %d is %d.",
+            cursor.epoch,
+            run.number,
+        )
     edited = dict(beginning.lanes)
     for number, units in zip(lanes.numbers, taken, strict=True):
         lane = edited[number]
