@@ -206,7 +206,7 @@ far = pytest.mark.parametrize("far", [False, pytest.param(True, marks=pytest.mar
 @far
 @pytest.mark.parametrize("name", PIPELINES)
 def test_rows_resume_exactly(name: str, far: bool, open_ds: Callable[[], midepoch.Dataset]) -> None:
-    assert resumes(lambda: PIPELINES[name](open_ds()), far, ends=[37]) > 10
+    assert resumes(lambda: PIPELINES[name](open_ds()), far, ends=[37]) > 5
 
 
 PACKED = ["pack", "best fit", "packed mix", "schedule by tokens"]
@@ -224,7 +224,7 @@ def test_what_the_kernel_packs_numpy_resumes(
         return PIPELINES[name](open_ds())
 
     assert same(list(make()), list(make()))
-    assert resumes(make, False, ends=[37]) > 10
+    assert resumes(make, False, ends=[37]) > 5
     assert resumes(lambda: make().loader(3), False, ends=[13, 27], epochs=3) > 5
 
 

@@ -278,3 +278,56 @@ def test_a_state_at_the_end_of_an_epoch_whose_rest_was_excluded(taken: int, tmp_
         loader.close()
     run = read_run(tmp_path)
     assert run.exact and run.epochs[0].complete and run.epochs[0].excluded, run.epochs
+
+
+def test_a_rank_with_nothing_left_waits_for_the_others() -> None:
+    """A state has the lanes of all ranks. After an edit, a rank knows only its own."""
+    ds = not_3(20, 4)
+    first = ds.loader(3, last_batch="uneven")
+    for _ in range(6):
+        next(first)
+    state = first.state_dict()
+    ranks = [ds.loader(1, rank=rank, world_size=4, last_batch="uneven") for rank in range(4)]
+    for loader in ranks:
+        loader.load_state_dict(state)
+        loader.exclude(steps=[7])
+    assert [list(loader) for loader in ranks] == [[]] * 4
+    assert sorted(ids(batch for loader in ranks for batch in loader)) == sorted(set(range(20)) - {3})
+
+
+def test_a_state_with_nothing_left_for_a_batch_is_recorded(tmp_path: Path) -> None:
+    """The pass that finds this has no batch, and no record of its own."""
+
+    def loaders(attempt: str, world: int, size: int) -> list[midepoch.Loader]:
+        options: dict[str, Any] = {"last_batch": "drop", "world_size": world}
+        ledgers = [Ledger(tmp_path, attempt=attempt) for _ in range(world)]
+        return [shuffled(23).loader(size, rank=rank, audit=ledgers[rank], **options) for rank in range(world)]
+
+    first = loaders("1", 2, 3)
+    for _ in range(3):
+        for loader in first:
+            next(loader)
+    state = first[0].state_dict()
+    (second,) = loaders("2", 1, 2)
+    second.load_state_dict(state)
+    assert len(ids(second)) == 4  # and it is killed before it saves
+    second.close()
+    third = loaders("3", 2, 4)
+    for loader in third:
+        loader.load_state_dict(state)
+        next(loader)
+        next(loader)
+    run = read_run(tmp_path)
+    assert run.exact and (run.epochs[0].once, run.epochs[0].dropped) == (18, 5), run.epochs[0]
+
+
+def test_a_rank_that_has_taken_no_lease_has_some_to_come(tmp_path: Path) -> None:
+    ledgers = [Ledger(tmp_path, attempt="1") for _ in range(2)]
+    ranks = [
+        shuffled(7).loader(2, rank=rank, world_size=2, last_batch="uneven", audit=ledgers[rank]) for rank in range(2)
+    ]
+    with ranks[1].lease() as items:
+        for lease in items:
+            lease.ack()
+    proof = read_run(tmp_path).epochs[0]
+    assert proof.exact and not proof.complete and proof.pending, proof

@@ -183,7 +183,7 @@ class Ledger:
         self._base, self._latest, self._waited, self._seen = Figures(), Figures(), 0.0, 0
         self._pages: mmap.mmap | None = None
         self._lanes = LaneRecorder()
-        self._how, self._passed = "fresh", False
+        self._how, self._passed = "fresh", False  # the latter: a pass was begun since a state was loaded
         """How the run comes to its next pass: it is "fresh", a state was "loaded", or it is "on" its way."""
         self._origin: Any = Cursor()
         """The place after the last batch recorded, or of a loaded state."""
@@ -274,10 +274,11 @@ class Ledger:
         except OSError as problem:
             self._lose(problem)
             return
+        self._passed = not load
         if load:
             self._write(b"\n" + json.dumps(header, separators=(",", ":")).encode() + b"\n")
             return
-        before, _latest[self._rows], self._passed = _latest.get(self._rows), self, True
+        before, _latest[self._rows] = _latest.get(self._rows), self
         self._beside = self._how == "on" and before not in (None, self)
         if before is not None and before is not self:
             before._beside = True  # if it continues with its own pass after this
@@ -396,13 +397,16 @@ class Ledger:
         self.end = end
 
     def finish(self, waited: float, end: Cursor) -> None:
-        """Record that a pass was iterated to its end."""
+        """Record that a pass was iterated to its end. One without a batch has no record but that of its state."""
         self.flush()
+        if not self._passed:
+            self._origin = end
+            return
         if self._ends and self._lanes.numbers and end.lanes:
             self._end_lanes(self._lanes, Places.of(end, self._lanes.numbers))
         elif self._ends:
             self._write(b"#")
-        self._how, self._origin = "on" if self._passed else self._how, end
+        self._how, self._origin = "on", end
         self._write(self._times(self._last, waited))  # as all marks, at a step: what follows is not its time
         self._see(self._last)
         self.sync()

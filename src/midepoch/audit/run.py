@@ -400,7 +400,17 @@ class Run:
             return False
         last = passes[-1]
         ranks = {rank for one in passes if one.shape.attempt == last.shape.attempt for rank in self._finished(one)}
-        return ranks >= set(last.of_rank) and (not last.missing or self._is_through(last) or bool(last.leases))
+        if not ranks >= set(last.of_rank):
+            return False
+        if last.leases:
+            return not self._waits_for_others(last)
+        return not last.missing or self._is_through(last)
+
+    def _waits_for_others(self, one: Generation) -> bool:
+        """Return True if a rank that has no record of a pass of leases has a step of it."""
+        if one.in_lanes or not self.plan_of(one).count_known():
+            return False
+        return any(self.plan_of(one).share(Shard(rank, one.shape.ranks)) for rank in one.missing)
 
     def _finished(self, one: Generation) -> set[int]:
         """Return the ranks that came to the end of the epoch in a pass."""

@@ -266,6 +266,9 @@ class Loader(Resumable):
 
     def _is_over(self, cursor: Cursor) -> bool:
         """Return True if nothing is left of the epoch, as far as it is known."""
+        known = len(cursor.lanes) in (0, self.pipeline.lanes)
+        if not (known or self.state_is_global) and self.last_batch == "uneven" and self._run.kind is runs.Kind.LOADED:
+            return False  # other ranks may have batches left
         return counting.is_over(self.pipeline, self._options, cursor, self._plan_of(cursor))
 
     def _plan_of(self, cursor: Cursor) -> StepPlan | None:
