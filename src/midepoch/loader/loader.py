@@ -266,9 +266,11 @@ class Loader(Resumable):
 
     def _is_over(self, cursor: Cursor) -> bool:
         """Return True if nothing is left of the epoch, as far as it is known."""
-        known = len(cursor.lanes) in (0, self.pipeline.lanes)
-        if not (known or self.state_is_global) and self.last_batch == "uneven" and self._run.kind is runs.Kind.LOADED:
-            return False  # other ranks may have batches left
+        loaded = self._run.loaded
+        if loaded is not None and self._run.kind is runs.Kind.LOADED and self.last_batch == "uneven":
+            edited = loaded.epoch == cursor.epoch and len(cursor.lanes) < len(loaded.lanes)
+            if edited and not loaded.lanes_ended:  # this rank is at its end, and others may have batches left
+                return False
         return counting.is_over(self.pipeline, self._options, cursor, self._plan_of(cursor))
 
     def _plan_of(self, cursor: Cursor) -> StepPlan | None:
