@@ -73,6 +73,8 @@ class Pass(Resumable):
     """True if the end of the epoch was reached."""
     leased: LeaseSteps | None = None
     """Its steps, if batches are leased: then ranks go at their own pace."""
+    feed: Feed | None = None
+    """Its batches, once they are opened."""
 
     def __init__(self, loader: Loader, start: Start) -> None:
         self._loader, self._ledger, self._meter = loader, loader._ledger, loader._meter
@@ -93,7 +95,7 @@ class Pass(Resumable):
     def _go_to(self, cursor: Cursor) -> None:
         self.start = cursor
         self._loader._run = states.opened(self._loader._run, cursor)
-        self.feed: Feed | None = None
+        self.feed = None
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the loader, after the last batch delivered."""
