@@ -12,7 +12,7 @@ COUNT = int(os.environ.get("PIPELINES", "2000"))
 
 
 # Those that take longest (windows of windows, with workers) are among the many.
-@pytest.mark.parametrize("seed", [1, 3, 6, 11, 13, 21])
+@pytest.mark.parametrize("seed", [seed for seed in range(24) if seed not in (5, 7, 9, 10, 14, 17, 19)])
 def test_generated_pipelines(seed: int, tmp_path: Path) -> None:
     assert check(generated(seed, tmp_path / "data"), seed, workers=seed % 6 == 0, tail=8) > 0
 
