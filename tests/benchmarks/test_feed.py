@@ -40,7 +40,6 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.slow
 def test_all_parts_run(tmp_path: Path) -> None:
     run("-m", "benchmarks.feed", "--smoke", "--json", str(tmp_path / "figures.json"))
     report: dict[str, Any] = json.loads((tmp_path / "figures.json").read_text())

@@ -41,7 +41,6 @@ print(json.dumps(found))
 """
 
 
-@pytest.mark.slow
 def test_all_loops_run_on_a_cpu(tmp_path: Path) -> None:
     output = run("-m", "benchmarks.gpu", "--smoke", "--device", "--json", str(tmp_path / "figures.json"))
     figures: dict[str, Any] = json.loads((tmp_path / "figures.json").read_text())["figures"]

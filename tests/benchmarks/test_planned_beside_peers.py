@@ -88,7 +88,6 @@ def test_a_run_that_fails_is_reported(setting: Setting) -> None:
         legs.resumed("no such contender", setting, (2, 2), 1)
 
 
-@pytest.mark.slow
 def test_all_parts_run(tmp_path: Path) -> None:
     words = ["--rows", "1000", "--first-rows", "1000", "--rounds", "1", "--seconds", "0.05", "--dir", str(tmp_path)]
     words += ["--only", "padding,planning,first,peers", "--contender", "midepoch, tokens"]
