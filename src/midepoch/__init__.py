@@ -163,8 +163,7 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name not in _WHERE:
-        from midepoch._internal.hints import no_attribute
-        from midepoch._internal.names import NAMES
+        from midepoch._internal.hints import NAMES, no_attribute
 
         raise no_attribute("module 'midepoch'", name, _WHERE, NAMES)
     value = getattr(import_module(_WHERE[name]), name)

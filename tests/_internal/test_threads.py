@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from midepoch._internal import threads
+from midepoch._internal import processes
 
 
 def test_a_thread_still_runs_after_an_interrupted_wait(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -18,12 +18,12 @@ def test_a_thread_still_runs_after_an_interrupted_wait(monkeypatch: pytest.Monke
     try:
         signal.setitimer(signal.ITIMER_REAL, 0.05)
         with pytest.raises(KeyboardInterrupt):
-            threads.join([thread])
+            processes.join([thread])
     finally:
         signal.signal(signal.SIGALRM, before)
-    monkeypatch.setattr(threads, "_PATIENCE", 0.05)
-    assert not threads.join([thread])
+    monkeypatch.setattr(processes, "_PATIENCE", 0.05)
+    assert not processes.join([thread])
     stop.set()
     while thread in threading.enumerate():
         pass
-    assert threads.join([thread])
+    assert processes.join([thread])

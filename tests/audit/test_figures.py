@@ -108,7 +108,7 @@ def test_a_ledger_that_is_not_mapped_dates_its_last_step(
 def test_stages_and_transport_are_recorded(
     numbers: Numbers, tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("midepoch._internal.timings._SEND_SECONDS", 0.0)  # with every batch
+    monkeypatch.setattr("midepoch._internal.progress._SEND_SECONDS", 0.0)  # with every batch
     ds = numbers(0, 4000).with_format("numpy").map(lambda row: {"n": np.sqrt(row["n"])})
     with ds.loader(50, num_workers=1, audit=tmp_path) as loader:
         for _ in loader:

@@ -21,7 +21,7 @@ from rich.table import Table
 import midepoch
 from midepoch.audit import read_runs
 from midepoch.checkpoint import PipelineCheckpoint
-from midepoch.cli import audit, common
+from midepoch.cli import common, runs
 
 LARGE = 1_234_567_890_123
 STYLE: Any = {"soft_wrap": True, "highlight": False, "markup": False}  # as the console of the commands
@@ -59,7 +59,7 @@ def test_numbers_of_an_audit_are_whole(width: int, terminal: bool, run: Path, mo
     rare = {name: LARGE + 10 + number for number, name in enumerate(("dropped", "pending", "skipped", "again"))}
     proof = replace(found.epochs[0], **counts, **rare)
     found.__dict__["epochs"] = [proof]
-    text = shown(monkeypatch, width, terminal, lambda: audit._show_proof(found, several=False))
+    text = shown(monkeypatch, width, terminal, lambda: runs._show_proof(found, several=False))
     for number in (*counts.values(), *rare.values()):
         assert f" {number:,} " in text
     assert "not exact" in text and "…" not in text

@@ -15,8 +15,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from midepoch import Phase, Schedule
-from midepoch.cli.picture import phase_widths
-from midepoch.tools.schedule_plan import plan_schedule
+from midepoch.cli.plan import phase_widths
+from midepoch.tools.schedule import plan_schedule
 
 pytest.importorskip("yaml")
 

@@ -21,7 +21,7 @@ import pytest
 import midepoch
 from data import write_parquet
 from forks import forked
-from midepoch._internal import threads
+from midepoch._internal import processes
 from midepoch.distributed import keyvalue
 from midepoch.errors import MidepochError, WorkerError
 from midepoch.loader import passes as loader_module
@@ -164,7 +164,7 @@ STUCK = """
 import sys, time, midepoch
 from midepoch._internal import threads
 from midepoch.read import fetched
-threads._PATIENCE = 0.2
+processes._PATIENCE = 0.2
 make = fetched.FetchedBlocks._make
 fetched.FetchedBlocks._make = lambda self, block: make(self, block) if block < 4 else time.sleep(10**6)  # a dead mount
 for number, batch in enumerate(midepoch.from_files(sys.argv[1]).with_format("numpy").map(dict).loader(10)):
@@ -186,12 +186,12 @@ def test_threads_of_ours_are_not_waited_for_by_each_other(caplog: pytest.LogCapt
     go = threading.Event()
     other = threading.Thread(target=go.wait, daemon=True)
     other.start()
-    fetching = threading.Thread(target=threads.join, args=([other],), name="midepoch-fetch-7")
+    fetching = threading.Thread(target=processes.join, args=([other],), name="midepoch-fetch-7")
     fetching.start()
     fetching.join(60)
     assert not fetching.is_alive() and "left behind" not in caplog.text
     go.set()
-    threads.join([other])
+    processes.join([other])
     assert not other.is_alive()
 
 

@@ -18,8 +18,7 @@ import pyarrow.parquet as pq
 import pytest
 
 import midepoch
-from midepoch.read.cache import BlockCache
-from midepoch.read.kept import KeptBlocks
+from midepoch.read.cache import BlockCache, KeptBlocks
 from midepoch.sources.source import CacheSpec, Source
 
 BLOCKS, ROWS = 30, 100

@@ -20,9 +20,8 @@ from midepoch.errors import ColumnError, DataNotFoundError
 from midepoch.order import Shard
 from midepoch.order.schedule import OPEN
 from midepoch.order.turns import Turns, count, draw_of
-from midepoch.tools import schedule_run
-from midepoch.tools.schedule_plan import plan_schedule
-from midepoch.tools.schedule_run import drawn, estimated
+from midepoch.tools import schedule as tool
+from midepoch.tools.schedule import drawn, estimated, plan_schedule
 
 NAMES = ("a", "b", "c")
 
@@ -301,7 +300,7 @@ def test_many_rows_are_estimated(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = plan_schedule(schedule)
     assert not plan.exact and plan.totals[0].rows == round(10**12 * 2 / 3)
     with monkeypatch.context() as patch:
-        patch.setattr(schedule_run, "_EXACT_STRETCHES", 3)
+        patch.setattr(tool, "_EXACT_STRETCHES", 3)
         assert plan_schedule(Schedule([Phase("all", {"a": 1}, rows=8)]), ranks=3).exact
         assert not plan_schedule(Schedule([Phase("all", {"a": 1}, rows=8)]), ranks=4).exact
 

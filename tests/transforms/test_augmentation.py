@@ -19,7 +19,7 @@ import torch
 from PIL import Image
 
 import midepoch
-from midepoch.transforms.media.packages import available
+from midepoch.transforms.media.images import available
 
 ROWS = 24
 Function = Callable[..., dict[str, Any]]

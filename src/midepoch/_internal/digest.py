@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from midepoch._internal.code import CodeUses, file_of, is_users, uses_of, versioned
-from midepoch._internal.imports import loaded
+from midepoch._internal.values import loaded
 
 
 class UndigestibleError(TypeError):

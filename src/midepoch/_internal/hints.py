@@ -1,4 +1,7 @@
-"""Errors for calls and names that do not exist here: what was wrong, and the nearest equivalent."""
+"""Errors for calls and names that do not exist here: what was wrong, and the nearest equivalent.
+
+Also which function opens an object in memory.
+"""
 
 from __future__ import annotations
 
@@ -126,3 +129,106 @@ def _listed(names: Iterable[str]) -> str:
 
 def _count(number: int) -> str:
     return "no argument" if number == 0 else f"{number} argument{'s' * (number != 1)}"
+
+
+OPEN_ALREADY = "It is a dataset already: use it as it is."
+
+
+def opener_of(given: Any) -> str | None:
+    """Return the call that opens an object, or None if there is none."""
+    package, kind = type(given).__module__.partition(".")[0], type(given).__name__
+    if package == "midepoch":
+        return None
+    if package == "datasets" and kind.startswith("Iterable"):
+        return "midepoch.from_hf(ds) with a dataset that was loaded without streaming=True"
+    if package == "datasets":
+        return "midepoch.from_hf(ds, split='train')" if "Dict" in kind else "midepoch.from_hf(ds)"
+    if package in ("pandas", "polars") and kind.endswith("Frame"):
+        return "midepoch.from_pandas(frame)"
+    if is_array(given) or (package in ("pandas", "polars", "pyarrow") and kind.endswith(("Series", "Array"))):
+        return "midepoch.from_dict({'x': array})"
+    if package == "pyarrow" or hasattr(given, "__arrow_c_stream__"):
+        return "midepoch.from_arrow(table)"
+    if isinstance(given, Mapping):
+        found = opener_of(next(iter(given.values()), None))
+        return f"{found} with one of them" if found and ".from_hf(" in found else "midepoch.from_dict(columns)"
+    if isinstance(given, (list, tuple)) and given and all(isinstance(row, Mapping) for row in given[:3]):
+        return "midepoch.from_list(rows)"
+    if isinstance(given, (list, tuple)) and given and isinstance(given[0], (str, bytes)):
+        return None
+    if isinstance(given, (list, tuple)) and given:
+        found = None if is_array(given[0]) else opener_of(given[0])
+        return found if found is not None and "from_map" not in found else "midepoch.from_map_style(items)"
+    if inspect.isgenerator(given) or inspect.isroutine(given):
+        return "midepoch.from_generator(function), with the function that yields the rows"
+    if hasattr(given, "__len__") and hasattr(given, "__getitem__") and not isinstance(given, (str, bytes, type)):
+        return "midepoch.from_map_style(ds)"
+    return None
+
+
+def is_dataset(given: Any) -> bool:
+    """Return True for a dataset of midepoch, without an import of it."""
+    return any(
+        f"{each.__module__}.{each.__name__}" == "midepoch.dataset.dataset.Dataset" for each in type(given).__mro__
+    )
+
+
+def is_array(given: Any) -> bool:
+    """Return True for an array of numpy or a tensor of torch."""
+    return type(given).__module__.partition(".")[0] in ("numpy", "torch") and hasattr(given, "ndim")
+
+
+def name_of(given: Any) -> str:
+    """Return the name of an object's class with its module."""
+    return f"{type(given).__module__}.{type(given).__name__}".removeprefix("builtins.")
+
+
+def instead(function: str, expected: str, given: Any) -> str:
+    """Return the message for a wrong argument. It names the function that opens such an object."""
+    opener = opener_of(given)
+    if isinstance(given, str) or hasattr(given, "__fspath__"):
+        remedy = "Call midepoch.from_files(path), or midepoch.load_dataset(name, split=…)."
+    elif is_dataset(given):
+        remedy = OPEN_ALREADY
+    elif opener is not None and (f".{function}(" not in opener or "'x'" in opener):
+        remedy = f"Call {opener}."
+    else:
+        remedy = "Pass such an object."
+    return f"{function} takes {expected}, got {name_of(given)}. {remedy}"
+
+
+NAMES = {
+    "DataLoader": "Use ds.loader(batch_size, num_workers=…).",
+    "IterableDataset": "Use midepoch.Dataset, which is iterable.",
+    "DatasetDict": "Open one split: load_dataset(…, split='train').",
+    "Features": "Use datasets.Features, or Arrow types with ds.cast(…).",
+    "ClassLabel": "Use ds.class_encode_column(column).",
+    "Value": "Use Arrow types with ds.cast({'label': 'int32'}).",
+    "open": "Use load_dataset, load_from_disk or from_files.",
+    "read_parquet": "Use midepoch.from_files('*.parquet').",
+    "from_parquet": "Use midepoch.from_files('*.parquet').",
+    "read_delta": "Use midepoch.from_delta(uri).",
+    "read_lance": "Use midepoch.from_lance(uri).",
+    "read_iceberg": "Use midepoch.from_iceberg('catalog.namespace.table').",
+    "from_csv": "Use midepoch.from_files('*.csv').",
+    "from_json": "Use midepoch.from_files('*.jsonl').",
+    "from_polars": "Use midepoch.from_pandas(frame), which also takes frames of polars.",
+    "from_table": "Use midepoch.from_arrow(table).",
+    "from_numpy": "Use midepoch.from_dict({'x': array}).",
+    "from_tensors": "Use midepoch.from_dict({'x': tensor}), or midepoch.from_map_style(dataset).",
+    "from_torch": "Use midepoch.from_map_style(dataset).",
+    "from_dataset": "Use midepoch.from_hf(ds) for Hugging Face, or midepoch.from_map_style(ds) for any ds[i].",
+    "from_datasets": "Use midepoch.from_hf(ds).",
+    "from_huggingface": "Use midepoch.from_hf(ds).",
+    "from_text": "Use midepoch.from_files('*.txt').",
+    "from_spark": "Write the frame once: df.write.parquet(folder), and use midepoch.from_files(folder).",
+    "from_sql": "Use midepoch.from_pandas(pandas.read_sql(…)), or midepoch.from_generator(function).",
+    "TensorDataset": "Use midepoch.from_dict({'x': tensor}), or midepoch.from_map_style(dataset).",
+    "WebDataset": "Use midepoch.from_files('shards/{000000..000146}.tar').",
+    "from_webdataset": "Use midepoch.from_files('shards/{000000..000146}.tar').",
+    "chain": "Use midepoch.concat([a, b]).",
+    "interleave": "Use midepoch.mix([a, b], weights=…).",
+    "Checkpoint": "Use midepoch.PipelineCheckpoint, or midepoch.checkpoint.",
+    "random_split": "Use ds.train_test_split(test_size=0.1, seed=0), or ds.slice(None, '90%') and ds.slice('90%').",
+}
+"""Names that do not exist in the package."""

@@ -31,7 +31,7 @@ from typing import Any
 
 from midepoch._internal.address import Address, refuse_lost_slash
 from midepoch._internal.hints import hinted_methods
-from midepoch._internal.threads import silent_at_exit
+from midepoch._internal.processes import silent_at_exit
 from midepoch.audit.documents import DocumentRecorder, mapped_room
 from midepoch.audit.lanes import LaneRecorder, Places
 from midepoch.audit.orders import save_lengths, save_order, stream_name

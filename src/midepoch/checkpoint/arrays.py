@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 from numpy.ma import MaskedArray  # imported now: numpy would import it at first use, at worst in a signal handler
 
-from midepoch._internal.imports import loaded
+from midepoch._internal.values import loaded
 
 Bytes = npt.NDArray[np.uint8]
 

@@ -13,8 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from midepoch._internal.imports import loaded
-from midepoch._internal.reasons import reason
+from midepoch._internal.values import loaded, reason
 from midepoch.checkpoint.arrays import Bytes, bytes_of
 from midepoch.checkpoint.files import run_in_threads
 from midepoch.checkpoint.tree import EncodedTree

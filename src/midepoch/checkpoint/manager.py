@@ -11,9 +11,8 @@ from dataclasses import dataclass
 from os import PathLike
 from typing import Any
 
-from midepoch._internal.checks import integer
 from midepoch._internal.hints import hinted_methods
-from midepoch._internal.reasons import reason
+from midepoch._internal.values import integer, reason
 from midepoch.checkpoint import restoring, saving
 from midepoch.checkpoint.backends import backend_named
 from midepoch.checkpoint.background import Background, Snapshots

@@ -15,8 +15,8 @@ from datetime import timedelta
 from typing import Any, NamedTuple, TypeVar
 
 from midepoch._internal.address import Address
-from midepoch._internal.reasons import reason
 from midepoch._internal.redaction import Secrets
+from midepoch._internal.values import reason
 from midepoch.errors import FetchError
 from midepoch.sources.addresses import check_endpoint, native_options
 

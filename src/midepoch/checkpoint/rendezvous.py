@@ -30,7 +30,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from midepoch._internal.reasons import reason
+from midepoch._internal.values import reason
 from midepoch.checkpoint.store import STALE, Board, Process
 from midepoch.distributed.world import World
 from midepoch.errors import CheckpointError

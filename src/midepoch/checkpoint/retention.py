@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from midepoch._internal.checks import integer
 from midepoch._internal.hints import hinted_methods
+from midepoch._internal.values import integer
 from midepoch.checkpoint.manifest import Manifest
 
 

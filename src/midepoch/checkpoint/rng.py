@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.random  # imported now: numpy would import it at first use, at worst in a signal handler
 
-from midepoch._internal.imports import loaded
+from midepoch._internal.values import loaded
 from midepoch.errors import CheckpointDamagedError
 
 _turn = threading.RLock()

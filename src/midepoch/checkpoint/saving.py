@@ -13,8 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from midepoch._internal.imports import loaded
-from midepoch._internal.reasons import reason
+from midepoch._internal.values import loaded, reason
 from midepoch.checkpoint import manifest as manifests
 from midepoch.checkpoint import rng, stateful
 from midepoch.checkpoint.backends import Backend

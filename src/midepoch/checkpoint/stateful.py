@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from midepoch._internal.imports import loaded
+from midepoch._internal.values import loaded
 from midepoch.checkpoint.arrays import ArraySpec, is_array, is_flattened, is_sharded, spec_of
 from midepoch.checkpoint.matching import check_module, check_optimizer, fit
 from midepoch.checkpoint.tree import array_paths, array_specs, encode

@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from midepoch._internal.imports import loaded
+from midepoch._internal.values import loaded
 from midepoch.checkpoint import arrays
 from midepoch.checkpoint.arrays import ArraySpec, IncompleteError, UnsupportedError, bytes_of, is_array, make_array
 from midepoch.errors import CheckpointDamagedError, CheckpointError

@@ -25,10 +25,10 @@ _DATA, _STATES, _RUNS, _MACHINE = "Data", "States and checkpoints", "Runs", "Thi
 # The first lines are repeated here, so that the list needs no import of numpy and pyarrow: 0.1 s instead of 0.9.
 COMMANDS = {
     "info": _Entry("info", _DATA, "Show files, blocks, rows, bytes, columns, and the distribution of rows."),
-    "peek": _Entry("peek", _DATA, "Show rows at a position, as a training run would get them, and their files."),
-    "index": _Entry("index", _DATA, "Create the index of some data, with progress, or check the existing one."),
+    "peek": _Entry("info", _DATA, "Show rows at a position, as a training run would get them, and their files."),
+    "index": _Entry("machine", _DATA, "Create the index of some data, with progress, or check the existing one."),
     "bench": _Entry(
-        "bench",
+        "machine",
         _DATA,
         "Measure rows/s and GB/s by workers and batch size, beside the limit of the machine, and recommend a setting.",
     ),
@@ -48,23 +48,23 @@ COMMANDS = {
         "consume.",
     ),
     "report": _Entry(
-        "report",
+        "runs",
         _RUNS,
         "Draw runs or a dataset: speed, progress, consumption, restarts, layout, shuffle quality. One HTML file.",
     ),
     "watch": _Entry(
-        "report",
+        "runs",
         _RUNS,
         "Show runs in progress, live: the page of midepoch report, by default only on this machine.",
     ),
     "audit": _Entry(
-        "audit", _RUNS, "Prove from its ledger what a run has seen: rows delivered once, more than once, never."
+        "runs", _RUNS, "Prove from its ledger what a run has seen: rows delivered once, more than once, never."
     ),
     "doctor": _Entry(
-        "doctor", _MACHINE, "Check versions, limits on files and memory, caches, and settings that often go wrong."
+        "machine", _MACHINE, "Check versions, limits on files and memory, caches, and settings that often go wrong."
     ),
     "demo": _Entry(
-        "demo",
+        "machine",
         _MACHINE,
         "Train a small model, kill it in mid-epoch, resume with other workers, and prove that nothing was lost.",
     ),
@@ -97,7 +97,7 @@ class _Commands(TyperGroup):  # type: ignore[misc]
 
     def parse_args(self, context: Any, arguments: list[str]) -> Any:
         if arguments and arguments[0] in COMMANDS and {"-h", "--help"} & set(arguments):
-            from midepoch.cli.help import write_help
+            from midepoch.cli.common import write_help
 
             formatter = context.make_formatter()
             write_help(_function(arguments[0]), arguments[0], formatter)

@@ -2,18 +2,232 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.table import Table
+from rich.text import Text
 
 from midepoch._internal.address import Address
 from midepoch.cli import common
-from midepoch.cli.data import Format, Made, Storage, data_of_state, made_by
+from midepoch.cli.common import printable
+from midepoch.cli.data import Format, Made, Storage, data_of_state, is_path, made_by, open_data
+from midepoch.errors import DataNotFoundError
 
 if TYPE_CHECKING:
+    from midepoch.dataset import Dataset
     from midepoch.tools.plan import ResumePlan
+    from midepoch.tools.schedule import SchedulePlan, Use
+
+
+def plan_file(
+    path: str, sources: Sequence[str] | None, storage: list[str] | None, as_json: bool, **options: Any
+) -> None:
+    """Print the consumption of the schedule in a file. Exit with 1 if a phase cannot be filled."""
+    from midepoch.order.schedule import Schedule
+    from midepoch.tools.schedule import plan_schedule
+
+    schedule = Schedule.load(path)
+    paths: dict[str, str | list[str]] = {**schedule.sources, **_pairs(sources)}
+    unknown = [name for name in _pairs(sources) if name not in schedule.names]
+    if unknown:
+        raise ValueError(f"--source {unknown[0]}: the sources of {path} are {', '.join(schedule.names)}.")
+    datasets = {name: _opened(name, given, storage) for name, given in paths.items() if name in schedule.names}
+    plan = plan_schedule(schedule, datasets, **options)
+    if as_json:
+        stretches = [
+            {**one._asdict(), "phase": plan.phases[one.phase].name, "shares": _by_name(plan, one.shares)}
+            for one in plan.stretches
+        ]
+        common.print_json({"schedule": path, **asdict(plan), "stretches": stretches})
+    else:
+        _show_schedule(plan)
+    if plan.problem is not None:
+        raise typer.Exit(1)
+
+
+def _opened(name: str, given: str | list[str], storage: list[str] | None) -> Dataset:
+    """Return the data of a source. Errors name the source."""
+    paths = [given] if isinstance(given, str) else given
+    try:
+        if not is_path(paths[0]):
+            raise DataNotFoundError(f"there is no file {paths[0]}.")
+        return open_data(paths, storage=storage)
+    except DataNotFoundError as problem:
+        hint = f"Check the path in the schedule, or pass --source {name}=PATH."
+        raise type(problem)(f"source {name!r}: {problem} {hint}") from None
+
+
+def _pairs(given: Sequence[str] | None) -> dict[str, str]:
+    found: dict[str, str] = {}
+    for pair in given or ():
+        name, sign, path = pair.partition("=")
+        if not sign or not name or not path:
+            raise ValueError(f"--source takes NAME=PATH, got {pair!r}")
+        if name in found:
+            raise ValueError(f"--source {name} is given twice. For several files, use a glob or a folder.")
+        found[name] = path
+    return found
+
+
+def _by_name(plan: SchedulePlan, shares: Sequence[float]) -> dict[str, float]:
+    return {use.source: share for use, share in zip(plan.totals, shares, strict=True)}
+
+
+def _show_schedule(plan: SchedulePlan) -> None:
+    total = plan.phases[-1].stop
+    length = "no end" if total is None else f"{total:,} {plan.unit}"
+    steps = "" if plan.steps is None else f", {common.counted(plan.steps, 'step')}"
+    how = "exact" if plan.exact else "estimated from the weights and the mean lengths of documents"
+    common.say((common.counted(len(plan.phases), "phase"), "bold"), f": {length}{steps}; rows are {how}")
+    common.console.print(_phases(plan))
+    names = [use.source for use in plan.totals]
+    for line in drawn(plan, names, common.console.width, common.console.options.ascii_only):
+        common.console.print(line)
+    common.console.print(_consumption(plan))
+    for cap in plan.caps:
+        step = "" if cap.step is None else f", step {cap.step:,}"
+        shares = [f"{name} {100 * share:.1f} %" for name, share in cap.shares.items()]
+        rest = f"its share goes to the others: {', '.join(shares)}" if shares else "no other source is left"
+        passes = common.counted(cap.max_passes, "pass").replace("passs", "passes")
+        where = f"in phase {cap.phase!r} at {cap.position:,} {plan.unit}{step}"
+        common.say((cap.source, style_of(names.index(cap.source))), f" reaches its limit of {passes} {where}; {rest}")
+    for note in plan.notes:
+        common.say(("note: ", "yellow"), note)
+    if plan.problem is not None:
+        common.say(("problem: ", "red"), plan.problem)
+
+
+def _phases(plan: SchedulePlan) -> Table:
+    table = Table("phase", title="phases", title_justify="left")
+    for name in ("steps", "batch", "length", "rows", "tokens"):
+        table.add_column(name, justify="right")
+    for one in plan.phases:
+        numbers = (one.steps, one.global_batch_size, one.sequence_length)
+        shown = ["" if number is None else f"{number:,}" for number in numbers]
+        table.add_row(one.name, *shown, _amount(one.rows, plan.exact), _amount(one.tokens, False))
+    return table
+
+
+def _consumption(plan: SchedulePlan) -> Table:
+    table = Table("phase", "source", title="consumption", title_justify="left")
+    for name in ("share", "rows", "tokens", "passes"):
+        table.add_column(name, justify="right")
+    for one in plan.phases:
+        for number, use in enumerate(use for use in one.uses if use.share or use.rows):
+            table.add_row("" if number else one.name, *_cells(plan, use, False))
+        table.add_section()
+    for number, use in enumerate(plan.totals):
+        table.add_row("" if number else "all", *_cells(plan, use, True))
+    return table
+
+
+def _cells(plan: SchedulePlan, use: Use, total: bool) -> list[Text | str]:
+    passes = "" if use.passes is None else f"{use.passes:.2f}"
+    cap = next((cap for cap in plan.caps if cap.source == use.source), None)
+    if total and cap is not None and passes:
+        passes = f"{passes} of {cap.max_passes}"
+    style = style_of([one.source for one in plan.totals].index(use.source))
+    share = f"{100 * use.share:.1f} %"
+    return [common.styled(use.source, style), share, _amount(use.rows, plan.exact), _amount(use.tokens, False), passes]
+
+
+def _amount(number: int | None, exact: bool) -> str:
+    """Return a number as people read it: exact ones with all digits."""
+    if number is None:
+        return ""
+    if exact or number < 10_000_000:
+        return f"{number:,}"
+    for size, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M")):
+        if number >= size:
+            return f"{number / size:,.2f} {unit}"
+    return f"{number:,}"
+
+
+_STYLES = ("cyan", "magenta", "yellow", "green", "blue", "red")
+_FILLS, _ASCII_FILLS = "█▒░▓▚▤▥▦", "#.+=o*x%"
+_HEIGHT, _WIDEST, _MARGIN = 10, 100, 7
+
+
+def style_of(source: int) -> str:
+    """Return the colour of a source, by its number."""
+    return _STYLES[source % len(_STYLES)]
+
+
+def drawn(plan: SchedulePlan, names: Sequence[str], width: int, ascii_only: bool) -> list[Text]:
+    """Return the lines of a picture: stacked shares of the rows from left to right, phases below them, and a legend.
+
+    Every phase is wide enough for its name, if there is room. Otherwise widths are in proportion to lengths.
+    """
+    fills = _ASCII_FILLS if ascii_only else _FILLS
+    bar, corner, dash, cross = "|+-+" if ascii_only else "│└─┴"
+    widths = phase_widths(plan, max(len(plan.phases), min(width, _WIDEST) - _MARGIN))
+    columns = [
+        _stacked(_shares_at(plan, number, (column + 0.5) / size))
+        for number, size in enumerate(widths)
+        for column in range(size)
+    ]
+    lines = [Text("share of rows over the run", "italic")]
+    for row in range(_HEIGHT):
+        label = {0: "100 %", _HEIGHT // 2: "50 %"}.get(row, "")
+        line = Text(f"{label:>{_MARGIN - 2}} {bar}")
+        for column in columns:
+            source = column[_HEIGHT - 1 - row]
+            line.append(*(" ", "") if source is None else (fills[source % len(fills)], style_of(source)))
+        lines.append(line)
+    axis = "".join(dash * (size - 1) + cross for size in widths)
+    lines.append(Text(f"{'0 %':>{_MARGIN - 2}} {corner}{axis[:-1]}{dash}"))
+    shown = [printable(phase.name)[: size - 1].ljust(size) for phase, size in zip(plan.phases, widths, strict=True)]
+    lines.append(Text(" " * _MARGIN + "".join(shown).rstrip()))
+    legend = Text(" " * _MARGIN)
+    for number, name in enumerate(names):
+        legend.append(fills[number % len(fills)] * 2, style_of(number))
+        legend.append(f" {printable(name)}   ")
+    legend.rstrip()
+    lines.append(legend)
+    return lines
+
+
+def phase_widths(plan: SchedulePlan, width: int) -> list[int]:
+    """Return the columns of each phase. A phase without an end is as long as the mean of the others."""
+    known = [phase.stop - phase.start for phase in plan.phases if phase.stop is not None]
+    usual = max(1, sum(known) // len(known)) if known else 1
+    lengths = [usual if phase.stop is None else phase.stop - phase.start for phase in plan.phases]
+    least = [len(phase.name) + 1 for phase in plan.phases]
+    if sum(least) > width:
+        least = [1] * len(lengths)
+    free, total = width - sum(least), sum(lengths)
+    # The widest phases give way to names: what is left over is shared by those that need more than their name.
+    wanted = [max(0.0, width * length / total - size) for length, size in zip(lengths, least, strict=True)]
+    scale = free / sum(wanted) if sum(wanted) else 0.0
+    return [size + int(more * scale) for size, more in zip(least, wanted, strict=True)]
+
+
+def _shares_at(plan: SchedulePlan, phase: int, part: float) -> Sequence[float]:
+    """Return the shares at a part of a phase, or none after the end of the run."""
+    about = plan.phases[phase]
+    stretches = [one for one in plan.stretches if one.phase == phase]
+    if not stretches:
+        return ()
+    end = about.stop
+    if end is None:  # the part without an end is half of the phase
+        last = stretches[-1]
+        end = last.stop if last.stop is not None else max(2 * last.start - about.start, last.start + 1)
+    position = about.start + part * (end - about.start)
+    return next((one.shares for one in stretches if one.stop is None or position < one.stop), ())
+
+
+def _stacked(shares: Sequence[float]) -> list[int | None]:
+    """Return the source of each cell of a column, from the bottom."""
+    cells: list[int | None] = []
+    total = 0.0
+    for source, share in enumerate(shares):
+        total += share
+        cells += [source] * (round(total * _HEIGHT) - len(cells))
+    return cells + [None] * (_HEIGHT - len(cells))
+
 
 _RANKS, _ROWS = 8, 12
 
@@ -70,7 +284,7 @@ def plan(
     if schedule is not None:
         if checkpoint is not None:
             raise ValueError("--checkpoint and --schedule cannot be used together. Use one of them.")
-        from midepoch.cli.schedule import plan_file
+        from midepoch.cli.plan import plan_file
 
         plan_file(schedule, source, storage, as_json, column=column, ranks=ranks, eos=eos, seed=seed)
         return

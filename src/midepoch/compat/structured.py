@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from operator import length_hint
 from typing import Any
 
-from midepoch._internal.checks import integer
 from midepoch._internal.hints import hinted_methods
 from midepoch._internal.progress import shown
 from midepoch._internal.resumable import Resumable
+from midepoch._internal.values import integer
 from midepoch.compat.splits import Splits
 from midepoch.dataset import Dataset
 from midepoch.distributed.world import find_world

@@ -25,10 +25,10 @@ from midepoch.sources import Source
 from midepoch.sources.index import default_index_dir
 from midepoch.sources.locks import LockFile
 from midepoch.sources.storage import make_private, sweep
-from midepoch.transforms.default_collate import ITEMS
+from midepoch.transforms.encode import Tokenize
+from midepoch.transforms.formats import ITEMS
 from midepoch.transforms.function import Function
 from midepoch.transforms.items import NAME_COLUMNS
-from midepoch.transforms.tokenize import Tokenize
 
 if TYPE_CHECKING:
     from midepoch.dataset.dataset import Dataset

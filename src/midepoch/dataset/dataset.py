@@ -8,9 +8,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
 from midepoch._internal import html
-from midepoch._internal.checks import integer
 from midepoch._internal.hints import Elsewhere, hinted_methods, no_attribute
 from midepoch._internal.resumable import Resumable
+from midepoch._internal.values import integer
 from midepoch.dataset import habits
 from midepoch.dataset.cached import cached
 from midepoch.dataset.reading import Reading
@@ -22,9 +22,8 @@ from midepoch.pipeline.leaf import Leaf
 from midepoch.pipeline.node import Mix, Node, StageSpec
 from midepoch.pipeline.spec import PipelineSpec
 from midepoch.transforms import Decode, FilterExpression, Function, Step
-from midepoch.transforms.default_collate import ITEMS
-from midepoch.transforms.formats import check_format
-from midepoch.transforms.media.packages import installed
+from midepoch.transforms.formats import ITEMS, check_format
+from midepoch.transforms.media.images import installed
 from midepoch.transforms.packing import PackSpec
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from midepoch.sources import Source
 from midepoch.sources.index import open_index
 from midepoch.sources.locks import LockFile
 from midepoch.sources.storage import atomic_write, temporary_path
-from midepoch.transforms.cast import common_type, converted
+from midepoch.transforms.columns import common_type, converted
 
 ROWS = 1000
 """Rows of a record batch."""

@@ -10,8 +10,8 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from midepoch._internal.checks import integer
 from midepoch._internal.progress import shown
+from midepoch._internal.values import integer
 from midepoch.dataset.rows import Rows
 from midepoch.errors import ColumnError
 from midepoch.iteration.iterators import RandomAccess
@@ -34,11 +34,11 @@ from midepoch.transforms import (
     Step,
     present,
 )
-from midepoch.transforms.cast import common_type
-from midepoch.transforms.columns import check_columns
-from midepoch.transforms.default_collate import ITEMS
+from midepoch.transforms.batch import check_columns
+from midepoch.transforms.columns import common_type
 from midepoch.transforms.encode import ClassCodes
 from midepoch.transforms.features import import_datasets
+from midepoch.transforms.formats import ITEMS
 
 if TYPE_CHECKING:
     import pandas as pd  # type: ignore[import-untyped]

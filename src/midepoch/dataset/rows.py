@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from midepoch._internal.checks import integer
+from midepoch._internal.values import integer
 from midepoch.dataset.steps import Steps
 from midepoch.distributed.seeds import check_agreed, draw_seed
 from midepoch.order import Selection, Shard, Shuffle, Weighted

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from midepoch._internal.checks import integer
+from midepoch._internal.values import integer
 from midepoch.errors import ColumnError
 from midepoch.order.schedule import Schedule
 from midepoch.pipeline.node import Node, Rebatch, StageSpec
@@ -26,14 +26,13 @@ from midepoch.transforms import (
     Step,
     Unbatch,
 )
-from midepoch.transforms.cast import inside, types_by_name
-from midepoch.transforms.columns import check_columns
-from midepoch.transforms.default_collate import ITEM
-from midepoch.transforms.encode import Transform
+from midepoch.transforms.batch import check_columns
+from midepoch.transforms.columns import inside, types_by_name
+from midepoch.transforms.encode import Tokenize, Transform
+from midepoch.transforms.formats import ITEM
 from midepoch.transforms.items import NAME_COLUMNS, OfItem
 from midepoch.transforms.media import decoder_of
 from midepoch.transforms.packing import LABELS, PackSpec
-from midepoch.transforms.tokenize import Tokenize
 
 if TYPE_CHECKING:
     import pyarrow as pa

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from midepoch._internal.imports import loaded
+from midepoch._internal.values import loaded
 from midepoch.distributed.world import World, is_process_group, part_of
 from midepoch.errors import WorldError
 

@@ -10,7 +10,7 @@ import secrets
 from contextlib import suppress
 from typing import Any
 
-from midepoch._internal.imports import loaded
+from midepoch._internal.values import loaded
 from midepoch.distributed.keyvalue import connected
 from midepoch.distributed.rendezvous import first_value
 from midepoch.distributed.world import World

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
-from midepoch._internal.imports import loaded
+from midepoch._internal.values import loaded
 from midepoch.errors import WorldError
 
 _log = logging.getLogger("midepoch")

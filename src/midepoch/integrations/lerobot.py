@@ -22,7 +22,7 @@ import torch
 from midepoch.dataset import Dataset
 from midepoch.errors import DataNotFoundError, FormatError
 from midepoch.open import from_files
-from midepoch.transforms.media.packages import available, missing
+from midepoch.transforms.media.images import available, missing
 
 Deltas = Mapping[str, Sequence[float]]
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from levanter.data.dataset import AsyncDataset
 
-from midepoch._internal.checks import integer
+from midepoch._internal.values import integer
 from midepoch.dataset import Dataset
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from midepoch._internal.reasons import reason
+from midepoch._internal.values import reason
 from midepoch.errors import WorkerError
 from midepoch.open import from_files
 from midepoch.sources.files import PathLike

@@ -13,7 +13,7 @@ from dataclasses import replace
 from multiprocessing import context, reduction
 from typing import Any, NamedTuple, TypeVar
 
-from midepoch._internal.threads import silent_at_exit
+from midepoch._internal.processes import silent_at_exit
 from midepoch.iteration.iterators import BatchIterator, IterationStart, LaneRows, PositionRows, RowIterator, RowSource
 from midepoch.order import Shard
 from midepoch.pipeline.cursor import Cursor

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from midepoch._internal.timings import Timings
+from midepoch._internal.progress import Timings
 from midepoch.loader.collation import added, arranged, collated, completed, marked, named
 from midepoch.loader.options import PADDING, Options
 from midepoch.loader.plans import MadeBatch

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from midepoch._internal.checks import integer
+from midepoch._internal.values import integer
 from midepoch.dataset.reading import column_values
 from midepoch.errors import ColumnError
 from midepoch.order import Selection
@@ -23,7 +23,7 @@ from midepoch.sources.length_blocks import has_length
 from midepoch.sources.lengths import lengths_of
 from midepoch.transforms import Map
 from midepoch.transforms.arrow_values import flat_numbers
-from midepoch.transforms.columns import check_columns
+from midepoch.transforms.batch import check_columns
 from midepoch.transforms.context import ContextSlice
 from midepoch.transforms.flat import is_list_type
 from midepoch.transforms.layout import LAYOUTS, Layout

@@ -16,8 +16,7 @@ from midepoch.loader.provenance import PACKED, DocumentIds, RowsAhead, check_nam
 from midepoch.pipeline.chunk import Bunches, Items, RowRefs, materialize
 from midepoch.pipeline.spec import PipelineSpec
 from midepoch.transforms import Batch, finish, present, present_rows
-from midepoch.transforms.default_collate import ITEMS
-from midepoch.transforms.formats import Allocate, as_tensor, can_repeat
+from midepoch.transforms.formats import ITEMS, Allocate, as_tensor, can_repeat
 from midepoch.transforms.generators import Generators, Seeds
 from midepoch.transforms.provenance import DOCUMENTS, DocumentTable
 

@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Hashable, Sequence
 from typing import Any, Protocol
 
-from midepoch._internal.threads import PREFIX, join
+from midepoch._internal.processes import PREFIX, join
 from midepoch.errors import MidepochError, WorkerError
 from midepoch.transforms.formats import Allocate
 

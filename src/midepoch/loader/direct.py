@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
-from midepoch._internal.threads import join
+from midepoch._internal.processes import join
 from midepoch.loader.batches import BatchMaker, Read
 from midepoch.loader.plans import MadeBatch
 from midepoch.order import Shard

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
-from midepoch._internal.threads import silent_at_exit
-from midepoch._internal.timings import Timings
+from midepoch._internal.processes import silent_at_exit
+from midepoch._internal.progress import Timings
 from midepoch.loader.batches import BatchMaker
 from midepoch.loader.direct import DirectBatches, GroupedBatches, ThreadedBatches
 from midepoch.loader.lanes import EqualSteps, LaneBatches

@@ -11,7 +11,7 @@ from time import perf_counter
 from typing import Any
 from zlib import crc32
 
-from midepoch._internal.timings import Timings
+from midepoch._internal.progress import Timings
 from midepoch.distributed import keyvalue, rendezvous
 from midepoch.errors import MidepochError, WorldError
 from midepoch.loader.collation import Presenter

@@ -29,7 +29,7 @@ from typing import Any
 import numpy as np
 
 from midepoch._internal.hints import hinted_methods
-from midepoch._internal.threads import PREFIX
+from midepoch._internal.processes import PREFIX
 from midepoch.audit.ledger import Ledger
 from midepoch.audit.records import record_of
 from midepoch.errors import LeaseError

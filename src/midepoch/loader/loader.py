@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 
 from midepoch._internal import html
-from midepoch._internal.checks import integer
 from midepoch._internal.hints import hinted_methods, no_attribute
 from midepoch._internal.progress import Bar
 from midepoch._internal.resumable import Resumable
+from midepoch._internal.values import integer
 from midepoch.audit.ledger import Ledger
 from midepoch.audit.records import LeaseSteps
 from midepoch.distributed import rendezvous

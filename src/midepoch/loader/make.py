@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from midepoch._internal.checks import integer
+from midepoch._internal.values import integer
 from midepoch.audit.ledger import ledger_of
 from midepoch.distributed.keyvalue import connected
 from midepoch.distributed.seeds import check_agreed

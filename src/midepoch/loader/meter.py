@@ -11,7 +11,7 @@ from time import perf_counter
 from typing import Any
 
 from midepoch._internal.processes import cores
-from midepoch._internal.timings import Timings
+from midepoch._internal.progress import Timings
 from midepoch.audit.records import Figures
 from midepoch.stats import Hook, Stats
 

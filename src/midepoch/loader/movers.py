@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from midepoch._internal.imports import loaded
-from midepoch._internal.threads import PREFIX
+from midepoch._internal.processes import PREFIX
+from midepoch._internal.values import loaded
 from midepoch.errors import MidepochError
 from midepoch.loader import transport
 from midepoch.loader.direct import end_thread

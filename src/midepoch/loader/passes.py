@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
+from midepoch._internal.processes import silent_at_exit
 from midepoch._internal.resumable import Resumable
-from midepoch._internal.threads import silent_at_exit
 from midepoch.audit.records import LeaseSteps
 from midepoch.errors import MidepochError
 from midepoch.loader import state as states

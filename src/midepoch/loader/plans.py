@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from midepoch._internal.timings import Timings
+from midepoch._internal.progress import Timings
 from midepoch.loader.options import Options
 from midepoch.order import Shard
 from midepoch.order.intervals import EMPTY, Intervals

@@ -29,8 +29,7 @@ from midepoch.loader.spawned import PackedWorker, packed, preload, quiet_tokeniz
 from midepoch.loader.transport import Parcel, Receiver, Sender, held_per_worker
 from midepoch.pipeline.engine import Engine
 from midepoch.pipeline.leaf import Leaf
-from midepoch.transforms.default_collate import ITEMS
-from midepoch.transforms.formats import Allocate
+from midepoch.transforms.formats import ITEMS, Allocate
 from midepoch.transforms.generators import GeneratorStates
 
 _ROWS = 8

@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from midepoch._internal.imports import loaded
+from midepoch._internal.values import loaded
 from midepoch.errors import MidepochError
 from midepoch.iteration.state import unnamed_file
 from midepoch.transforms.formats import Allocate

@@ -13,7 +13,7 @@ from typing import Any
 import pyarrow as pa
 
 from midepoch._internal.processes import cores
-from midepoch._internal.timings import TimingReports, Timings
+from midepoch._internal.progress import TimingReports, Timings
 from midepoch.loader.batches import BatchMaker
 from midepoch.loader.crew import SHORT, Crew, Job, MainIsGone, WorkerLink, receive_within, report
 from midepoch.loader.options import Options

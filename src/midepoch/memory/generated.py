@@ -10,8 +10,7 @@ from typing import Any
 import pyarrow as pa
 
 from midepoch._internal.digest import UndigestibleError, digest_of
-from midepoch._internal.hints import hinted
-from midepoch._internal.openers import instead
+from midepoch._internal.hints import hinted, instead
 from midepoch._internal.progress import Progress
 from midepoch.dataset import Dataset, habits, parts
 from midepoch.dataset.parts import PartWriter

@@ -13,8 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from midepoch._internal.hints import hinted
-from midepoch._internal.openers import instead
+from midepoch._internal.hints import hinted, instead
 from midepoch._internal.progress import shown
 from midepoch.dataset import Dataset, habits
 from midepoch.errors import DataNotFoundError, DifferentSchemasError, MidepochError
@@ -24,7 +23,7 @@ from midepoch.order import Selection
 from midepoch.sources import Source
 from midepoch.sources.index import Index, open_index
 from midepoch.sources.splits import check_splits, expand_all, parse_split
-from midepoch.transforms.cast import same_type
+from midepoch.transforms.columns import same_type
 from midepoch.transforms.formats import FORMATS
 
 _log = logging.getLogger("midepoch")

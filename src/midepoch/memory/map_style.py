@@ -11,16 +11,15 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from midepoch._internal.hints import hinted
-from midepoch._internal.imports import loaded
-from midepoch._internal.openers import instead, is_array, opener_of
+from midepoch._internal.hints import hinted, instead, is_array, opener_of
 from midepoch._internal.progress import Progress
+from midepoch._internal.values import loaded
 from midepoch.dataset import Dataset, habits
 from midepoch.dataset.parts import PartWriter
 from midepoch.dataset.steps import names_of
 from midepoch.errors import DataNotFoundError
 from midepoch.memory.stored import dataset_of, folder_for, stored
-from midepoch.transforms.default_collate import ITEMS
+from midepoch.transforms.formats import ITEMS
 from midepoch.transforms.items import ItemMap, Items
 
 _BLOCK = 1 << 16

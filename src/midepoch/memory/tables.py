@@ -12,10 +12,9 @@ from typing import Any, TypeAlias
 import numpy as np
 import pyarrow as pa
 
-from midepoch._internal.hints import hinted
-from midepoch._internal.imports import loaded
-from midepoch._internal.openers import instead
+from midepoch._internal.hints import hinted, instead
 from midepoch._internal.progress import Progress
+from midepoch._internal.values import loaded
 from midepoch.dataset import Dataset, habits, parts
 from midepoch.dataset.parts import PartWriter
 from midepoch.errors import ColumnError, DataNotFoundError
@@ -24,7 +23,7 @@ from midepoch.sources import Source
 from midepoch.sources.dictionaries import plain_array, plain_schema, without_views
 from midepoch.sources.taking import taken
 from midepoch.transforms.arrow_values import plain_values
-from midepoch.transforms.cast import types_by_name
+from midepoch.transforms.columns import types_by_name
 
 _BATCH_BYTES = 256 << 20
 _SPOOL_BYTES = 256 << 20

@@ -10,7 +10,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from midepoch._internal.timings import Timings
+from midepoch._internal.progress import Timings
 from midepoch.errors import DataChangedError, FetchError
 from midepoch.order import Shard
 from midepoch.order.intervals import EMPTY, Intervals

@@ -17,7 +17,7 @@ from midepoch.pipeline.leaf import Leaf
 from midepoch.read.blocks import plain_schema
 from midepoch.transforms import Batch, ColumnStep, FilterExpression, FilterRows, RenameColumns, Step, Unbatch
 from midepoch.transforms.arrow_values import Paths, plain_type
-from midepoch.transforms.cast import Cast, common_type, converted, renamed_paths, same_type
+from midepoch.transforms.columns import Cast, common_type, converted, renamed_paths, same_type
 from midepoch.transforms.flat import is_list_type
 from midepoch.transforms.packing import PackSpec
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-from midepoch._internal.timings import Timings
+from midepoch._internal.progress import Timings
 from midepoch.distributed.seeds import draw_global_seed
 from midepoch.errors import CheckpointMismatchError
 from midepoch.order import Order, Shard, Shuffle, Weighted

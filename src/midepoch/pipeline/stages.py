@@ -22,8 +22,7 @@ from midepoch.pipeline.node import DELIVERED_BITS, HIDDEN, Buckets, Local, Rebat
 from midepoch.pipeline.planned import changed_lengths, too_long
 from midepoch.transforms import Batch, RunContext, Step, run_steps
 from midepoch.transforms.arrow_values import flat_numbers
-from midepoch.transforms.batch import with_ordinals
-from midepoch.transforms.columns import check_columns
+from midepoch.transforms.batch import check_columns, with_ordinals
 from midepoch.transforms.flat import as_one_row
 from midepoch.transforms.packing import NUMBER_BITS, Documents, PackSpec, best_fit, concatenated
 from midepoch.transforms.provenance import DocumentTable, Int16Array, concatenated_pieces

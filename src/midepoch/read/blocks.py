@@ -17,8 +17,8 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from midepoch.errors import CorruptBlockError, DataChangedError
+from midepoch.read.cache import bytes_of
 from midepoch.read.memory import HeldBuffers, Memory
-from midepoch.read.sizes import bytes_of
 from midepoch.sources import Source
 from midepoch.sources.arrow_batches import BatchReader
 from midepoch.sources.damage import changed, is_damage, removed

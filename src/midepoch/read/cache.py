@@ -1,7 +1,13 @@
 """Decoded blocks on disk, shared by all processes of a user that can access the folder.
 
 A block that is missing or invalid is decoded again, so blocks may be removed at any time. A killed process leaves at
-most a temporary file, which a later process removes.
+most a temporary file, which a later process removes. Blocks that no other process reads are kept in memory
+(``KeptBlocks``).
+
+The file of a block is a header of 64 bytes, then an Arrow stream of one record batch.
+
+The header contains the identity of the block and its data, the number of rows, and the checksum of the rest. All of it
+is checked when a block is opened.
 """
 
 from __future__ import annotations
@@ -12,20 +18,173 @@ import hashlib
 import logging
 import multiprocessing
 import os
+import struct
+import threading
 import time
+import zlib
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 import pyarrow as pa
 
 from midepoch.errors import CorruptBlockError, DataChangedError, FormatError
-from midepoch.read.block_files import BlockFile
-from midepoch.read.room import BLOCK, LOCK, NextUse, bytes_kept, make_room, mark_used, tidy
-from midepoch.read.turns import BlockTurns
 from midepoch.sources.locks import LockFile
 from midepoch.sources.mounts import is_network
+from midepoch.sources.resources import retried
 from midepoch.sources.source import CacheSpec
-from midepoch.sources.storage import make_private, temporary_path
+from midepoch.sources.storage import make_private, sweep, temporary_path
+
+_MAGIC = b"MEBLOCK2"
+_HEADER = struct.Struct("<8s16sqqI")  # magic, identity, rows, bytes of the rest, their CRC-32
+_HEADER_BYTES = 64  # keeps the alignment that Arrow needs
+
+
+@dataclass(frozen=True)
+class BlockFile:
+    """File of one block. ``identity`` (16 bytes) identifies the block and its data. For ``mapped`` see ``read``."""
+
+    path: Path
+    identity: bytes
+    mapped: bool
+
+    def read(self, *, trusted: bool = False) -> pa.RecordBatch:
+        """Return the rows. Raise OSError, or ValueError if the file is not valid.
+
+        Mapped files share their memory between processes. Files on a network file system are read instead: a mapped
+        page of a file that another machine has removed would crash the process. ``trusted``: just written by this
+        process.
+        """
+        content = retried(self._content, str(self.path))
+        if content.size < _HEADER_BYTES:
+            raise ValueError(f"it has {content.size} bytes")
+        magic, identity, rows, size, checksum = _HEADER.unpack_from(content)
+        body = content.slice(_HEADER_BYTES)
+        if magic != _MAGIC or identity != self.identity:
+            raise ValueError("it is not this block")
+        if size != body.size or (not trusted and zlib.crc32(body) != checksum):
+            raise ValueError("its checksum differs")
+        try:
+            batch = pa.ipc.open_stream(body).read_next_batch()
+        except (pa.ArrowException, OSError, StopIteration) as problem:
+            raise ValueError(str(problem)) from None
+        if batch.num_rows != rows:
+            raise ValueError(f"it has {batch.num_rows} rows instead of {rows}")
+        return batch
+
+    def _content(self) -> pa.Buffer:
+        if self.mapped:
+            return pa.memory_map(str(self.path)).read_buffer()
+        with pa.OSFile(str(self.path)) as file:
+            return file.read_buffer()
+
+    def write(self, batch: pa.RecordBatch) -> int:
+        """Write the rows to this path, under which no reader looks for a block yet. Return the number of bytes."""
+        os.close(os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
+        with pa.OSFile(str(self.path), "wb") as sink:
+            sink.write(bytes(_HEADER_BYTES))
+            with pa.ipc.new_stream(sink, batch.schema) as writer:
+                writer.write_batch(batch)
+        body = self._content().slice(_HEADER_BYTES)
+        header = _HEADER.pack(_MAGIC, self.identity, batch.num_rows, body.size, zlib.crc32(body))
+        with self.path.open("r+b") as file:
+            file.write(header)
+        return int(body.size) + _HEADER_BYTES
+
+
+BLOCK = ".block"
+LOCK = ".lock"
+_RECENT_SECONDS = 60.0
+_UNUSED_SECONDS = 24 * 3600.0
+
+NextUse = Callable[[int], float]
+
+
+def mark_used(path: Path) -> None:
+    """Record that a block was used now, in its access time. Its modification time is kept."""
+    with suppress(OSError):
+        stat = os.stat(path)
+        os.utime(path, ns=(time.time_ns(), stat.st_mtime_ns))
+
+
+def make_room(root: Path, limit: int, own: Path, next_use: NextUse) -> None:
+    """Remove blocks until those below ``root`` take at most ``limit`` bytes, beginning with the one needed last.
+
+    For blocks in the folder ``own`` the next use is known; for others, the time of the last use.
+    """
+    candidates = []
+    for path in root.rglob(f"*{BLOCK}"):
+        with suppress(OSError, ValueError):
+            stat = path.stat()
+            age = time.time() - max(stat.st_atime, stat.st_mtime)
+            distance = next_use(int(path.stem)) if path.parent == own else _distance_of_others(age)
+            candidates.append(((distance, age), path, stat.st_size))
+    total = sum(size for _, _, size in candidates)
+    for _, path, size in sorted(candidates, key=lambda each: each[0], reverse=True):
+        if total <= limit:
+            break
+        with suppress(OSError):
+            path.unlink()
+            total -= size
+
+
+def bytes_kept(root: Path) -> int:
+    """Return the total bytes of all blocks below a folder."""
+    total = 0
+    for path in root.rglob(f"*{BLOCK}"):
+        with suppress(OSError):
+            total += path.stat().st_size
+    return total
+
+
+def tidy(root: Path, own: Path) -> None:
+    """Remove temporary files of dead processes, and folders without blocks that were unused for a day."""
+    for folder in root.iterdir():
+        with suppress(OSError):
+            lock = folder / LOCK
+            sweep(folder, ".*.tmp")
+            if folder != own and os.listdir(folder) == [LOCK] and time.time() - lock.stat().st_mtime > _UNUSED_SECONDS:
+                lock.unlink()
+                folder.rmdir()
+
+
+def _distance_of_others(age: float) -> float:
+    return float("inf") if age > _RECENT_SECONDS else 0.0
+
+
+class BlockTurns:
+    """Set of blocks that are locked by a thread."""
+
+    def __init__(self) -> None:
+        self._busy: set[int] = set()
+        self._done = threading.Condition()
+
+    @contextmanager
+    def held(self, block: int, *, wait: bool) -> Iterator[bool]:
+        """Lock a block. Yield True if this thread holds it, which is always so with ``wait``."""
+        with self._done:
+            while wait and block in self._busy:
+                self._done.wait()
+            mine = block not in self._busy
+            if mine:
+                self._busy.add(block)
+        try:
+            yield mine
+        finally:
+            if mine:
+                with self._done:
+                    self._busy.discard(block)
+                    self._done.notify_all()
+
+
+def bytes_of(data: pa.RecordBatch | pa.Table) -> int:
+    """Return the bytes of the values, or of their buffers: pyarrow 20 cannot count the values of string views."""
+    try:
+        return int(data.nbytes)
+    except pa.ArrowTypeError:
+        return int(data.get_total_buffer_size())
+
 
 _log = logging.getLogger("midepoch")
 _EVICTING = 1 << 40  # number of the lock for eviction; locks of blocks have smaller numbers
@@ -223,3 +382,39 @@ def one_batch(table: pa.Table) -> pa.RecordBatch:
         f"a block of {table.num_rows:,} rows has more than 2 GiB of text in one column. Write smaller row groups, or "
         "the column as large_string."
     )
+
+
+class KeptBlocks:
+    """Cache with the interface of ``BlockCache``, for the threads of one process."""
+
+    def __init__(self, limit: int, next_use: NextUse) -> None:
+        self._limit, self._next_use = limit, next_use
+        self._blocks: dict[int, pa.RecordBatch] = {}
+        self._bytes = 0
+        self._turns, self._lock = BlockTurns(), threading.Lock()
+
+    def get(self, block: int, make: Callable[[], pa.Table]) -> pa.RecordBatch:
+        """Return the block, decoded by one thread at a time."""
+        with self._turns.held(block, wait=True):
+            batch = self._blocks.get(block)
+            return batch if batch is not None else self._keep(block, one_batch(make()))
+
+    def prefetch(self, block: int, make: Callable[[], pa.Table]) -> bool:
+        """Decode the block unless it is cached or being decoded. Return True if it was decoded."""
+        with self._turns.held(block, wait=False) as mine:
+            if not mine or block in self._blocks:
+                return False
+            self._keep(block, one_batch(make()))
+            return True
+
+    def check(self, blocks: Iterable[int]) -> None:
+        """Do nothing: no other process can write to this memory."""
+
+    def _keep(self, block: int, batch: pa.RecordBatch) -> pa.RecordBatch:
+        with self._lock:
+            self._blocks[block] = batch
+            self._bytes += bytes_of(batch)
+            while self._bytes > self._limit and len(self._blocks) > 1:
+                farthest = max((each for each in self._blocks if each != block), key=self._next_use)
+                self._bytes -= bytes_of(self._blocks.pop(farthest))
+        return batch

@@ -15,13 +15,11 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from midepoch._internal.threads import join
-from midepoch._internal.timings import Timings
+from midepoch._internal.processes import join
+from midepoch._internal.progress import Timings
 from midepoch.order.epoch import BlockUses
-from midepoch.read.cache import BlockCache
-from midepoch.read.kept import KeptBlocks
+from midepoch.read.cache import BlockCache, KeptBlocks, bytes_of
 from midepoch.read.memory import HeldBuffers, Memory
-from midepoch.read.sizes import bytes_of
 from midepoch.sources import Source
 
 Int64Array = npt.NDArray[np.int64]

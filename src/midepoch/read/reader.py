@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from midepoch._internal.timings import Timings
+from midepoch._internal.progress import Timings
 from midepoch.errors import CorruptBlockError
 from midepoch.order.epoch import BlockUses
 from midepoch.read.blocks import Blocks, plain_schema

@@ -10,7 +10,7 @@ from operator import itemgetter
 from typing import Any
 
 from midepoch._internal.address import refuse_lost_slash
-from midepoch._internal.openers import OPEN_ALREADY, is_array, is_dataset, name_of, opener_of
+from midepoch._internal.hints import OPEN_ALREADY, is_array, is_dataset, name_of, opener_of
 from midepoch.errors import DataNotFoundError, FormatError
 from midepoch.sources import manifests
 from midepoch.sources.addresses import resolve

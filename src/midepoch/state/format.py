@@ -32,7 +32,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from midepoch._internal.checks import LARGEST
+from midepoch._internal.values import LARGEST
 from midepoch.errors import CheckpointMismatchError, StateError
 from midepoch.order import Order, Selection, Shard, Shuffle, Weighted
 from midepoch.order.intervals import EMPTY, Intervals

@@ -10,7 +10,7 @@ import io
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from midepoch.transforms.media.packages import available, missing
+from midepoch.transforms.media.images import available, missing
 
 _KINDS = {"Image": "image", "Audio": "audio", "Video": "video"}
 _NAMES = 8

@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from midepoch._internal.checks import integer
 from midepoch._internal.hints import hinted
+from midepoch._internal.values import integer
 from midepoch.audit.lanes import places, tree_of
 from midepoch.dataset import Dataset
 from midepoch.errors import StateError, WorldError

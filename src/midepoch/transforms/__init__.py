@@ -7,8 +7,7 @@ state to save.
 from dataclasses import replace
 
 from midepoch.transforms.batch import Batch, join
-from midepoch.transforms.cast import Cast
-from midepoch.transforms.columns import RemoveColumns, RenameColumns, SelectColumns
+from midepoch.transforms.columns import Cast, RemoveColumns, RenameColumns, SelectColumns
 from midepoch.transforms.filter import FilterExpression, FilterRows
 from midepoch.transforms.flat import FlatMap, Unbatch
 from midepoch.transforms.formats import FORMATS, Allocate, finish, present, present_rows

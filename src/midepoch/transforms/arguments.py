@@ -18,12 +18,12 @@ from typing import Any
 import numpy as np
 
 from midepoch._internal.address import Address
-from midepoch._internal.imports import loaded
 from midepoch._internal.redaction import is_secret
+from midepoch._internal.values import loaded
+from midepoch.transforms.encode import Tokenize
 from midepoch.transforms.filter import FilterExpression
 from midepoch.transforms.function import Function
 from midepoch.transforms.items import OfItem
-from midepoch.transforms.tokenize import Tokenize
 
 _LONGEST = 80
 _UNKNOWN = b"?"

@@ -20,7 +20,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.types as pt
 
-from midepoch._internal.imports import loaded
+from midepoch._internal.values import loaded
 from midepoch.read.columns import number_dtype
 
 _number_dtype = lru_cache(maxsize=64)(number_dtype)  # 5 µs otherwise

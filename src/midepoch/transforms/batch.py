@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from midepoch._internal.imports import loaded
+from midepoch._internal.values import loaded
 from midepoch.errors import ColumnError
 from midepoch.sources.taking import taken
 from midepoch.transforms.arrow_values import Paths, to_python
@@ -262,3 +262,10 @@ def _row_maker(count: int) -> Callable[..., list[Row]]:
         f"lambda {', '.join(names)}, rows: [{{{items}}} for {', '.join(values)}, in rows]"
     )
     return made
+
+
+def check_columns(wanted: Sequence[str], present: Sequence[str], what: str) -> None:
+    """Raise ColumnError with the missing and the existing columns."""
+    missing = [name for name in wanted if name not in present]
+    if missing:
+        raise ColumnError(f"{what}: no column {', '.join(map(repr, missing))}. There are: {', '.join(present)}.")

@@ -1,19 +1,19 @@
-"""Steps that select, remove and rename columns."""
+"""Steps that select, remove, rename and cast columns."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
 
 from midepoch.errors import ColumnError
-from midepoch.transforms.batch import Batch
-
-
-def check_columns(wanted: Sequence[str], present: Sequence[str], what: str) -> None:
-    """Raise ColumnError with the missing and the existing columns."""
-    missing = [name for name in wanted if name not in present]
-    if missing:
-        raise ColumnError(f"{what}: no column {', '.join(map(repr, missing))}. There are: {', '.join(present)}.")
+from midepoch.transforms.arrow_values import Paths, plain_values
+from midepoch.transforms.batch import Batch, check_columns
+from midepoch.transforms.features import Encoded, import_datasets
+from midepoch.transforms.function import RunContext
 
 
 @dataclass(frozen=True)
@@ -69,3 +69,171 @@ class RenameColumns:
         pairs = zip(batch.columns, names, strict=True)
         nullable = {new: batch.nullable[old] for old, new in pairs if old in batch.nullable}
         return batch.with_columns(dict(zip(names, batch.columns.values(), strict=True)), nullable)
+
+
+@dataclass(frozen=True)
+class Cast:
+    """One call of ``Dataset.cast``: the types of these columns in every batch."""
+
+    types: tuple[tuple[str, pa.DataType], ...]
+
+    def apply(self, batch: Batch, run: RunContext) -> Batch:  # noqa: ARG002
+        check_columns([name for name, _ in self.types], list(batch.columns), "cast")
+        columns, nullable = dict(batch.columns), dict(batch.nullable)
+        for name, kind in self.types:
+            column = columns[name]
+            if isinstance(column, pa.Array) and name in nullable:
+                nullable[name] = renamed_paths(nullable[name], column.type, kind)
+            columns[name] = converted(name, column, kind)
+        return batch.with_columns(columns, nullable)
+
+    @property
+    def text(self) -> str:
+        return f"cast[{' '.join(f'{name}:{kind}' for name, kind in self.types)}]"
+
+
+def type_named(name: str, given: Any) -> pa.DataType:
+    """Return the Arrow type for a user's argument: the type itself, its name ("int32"), or a numpy type."""
+    if isinstance(given, pa.DataType):
+        return given
+    if type(given).__module__.partition(".")[0] == "datasets" or isinstance(given, (dict, list)):
+        return _of_feature(name, given)
+    try:
+        return pa.type_for_alias(given) if isinstance(given, str) else pa.from_numpy_dtype(np.dtype(given))
+    except (ValueError, TypeError, pa.ArrowException):
+        raise TypeError(
+            f"cast: column {name!r} cannot become {given!r}. Name an Arrow type, such as pa.list_(pa.int32()) or "
+            "'int32'"
+        ) from None
+
+
+def _of_feature(name: str, feature: Any) -> pa.DataType:
+    """Return the Arrow type of a Hugging Face feature."""
+    kind = type(feature).__name__
+    if kind in ("Image", "Audio", "Video"):
+        options = "sampling_rate=…" if kind == "Audio" else "size=…"
+        raise TypeError(f"cast: files of {kind.lower()} are decoded by ds.decode({name!r}, {options})")
+    datasets = import_datasets("features are a thing of Hugging Face's")
+    return datasets.Features({name: feature}).arrow_schema.field(name).type
+
+
+def converted(name: str, column: Any, kind: pa.DataType) -> Any:
+    """Return a column as an Arrow array of a type. Raise ColumnError if a value does not fit."""
+    if isinstance(column, pa.Array) and same_type(column.type, kind):
+        return column
+    try:
+        if isinstance(column, Encoded):
+            return Encoded(column.name, column.array.cast(kind), column.schema)
+        if isinstance(column, pa.Array):
+            return column.cast(kind)
+        if isinstance(column, dict):
+            fields = [kind.field(i) for i in range(kind.num_fields)]
+            parts = [converted(f"{name}.{field.name}", column[field.name], field.type) for field in fields]
+            return pa.StructArray.from_arrays(parts, fields=fields)
+        return pa.array(plain_values(column), type=kind)
+    except (pa.ArrowException, TypeError, ValueError, KeyError, OverflowError) as problem:
+        found = column.type if isinstance(column, pa.Array) else _described(column)
+        raise ColumnError(
+            f"column {name!r} ({found}) cannot become {kind}: {problem}. Return values of that type, or choose another "
+            "type with cast()."
+        ) from None
+
+
+def _described(column: Any) -> str:
+    if isinstance(column, np.ndarray):
+        return f"numpy {column.dtype}"
+    first = next((value for value in column if value is not None), None) if hasattr(column, "__iter__") else column
+    return f"values of type {type(first).__name__}"
+
+
+def renamed_paths(paths: Paths, before: pa.DataType, after: pa.DataType) -> Paths:
+    """Return the paths of nulls inside a column of one type, with the names of the children of another type."""
+    if not any(paths) or before.num_fields == 0 or after.num_fields == 0:
+        return paths
+    found = {path for path in paths if not path}
+    for i in range(before.num_fields):
+        old = before.field(i)
+        same = after.get_field_index(old.name) if pa.types.is_struct(after) else i
+        new = after.field(same) if 0 <= same < after.num_fields else old
+        inner = frozenset(path[1:] for path in paths if path and path[0] == old.name)
+        found |= {(new.name, *path) for path in renamed_paths(inner, old.type, new.type)}
+    return frozenset(found)
+
+
+def same_type(a: pa.DataType, b: pa.DataType) -> bool:
+    """Return True if types are equal including the names of list items, which pyarrow's concatenation requires."""
+    return bool(a.equals(b)) and (not a.num_fields or str(a) == str(b))
+
+
+def common_type(a: pa.DataType, b: pa.DataType) -> pa.DataType | None:
+    """Return the type that holds the values of two types of the same kind. None if a cast would change values.
+
+    Integers and floats get the wider type. An integer never becomes a float, and a number never becomes text.
+    """
+    t = pa.types
+    if same_type(a, b) or t.is_null(b):
+        return a
+    if t.is_null(a):
+        return b
+    if t.is_integer(a) and t.is_integer(b):
+        wide = np.promote_types(str(a), str(b))
+        return None if wide.kind == "f" else pa.from_numpy_dtype(wide)
+    if t.is_floating(a) and t.is_floating(b):
+        return a if a.bit_width >= b.bit_width else b
+    for families in (_TEXT, _BINARY):
+        if any(test(a) for test in families) and any(test(b) for test in families):
+            plain, large = (pa.string(), pa.large_string()) if families is _TEXT else (pa.binary(), pa.large_binary())
+            return large if families[1](a) or families[1](b) else plain
+    if any(test(a) for test in _LISTS) and any(test(b) for test in _LISTS):
+        return _common_list(a, b)
+    if t.is_struct(a) and t.is_struct(b):
+        return _common_struct(a, b)
+    return a if a.equals(b) else None
+
+
+_TEXT = (pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view)
+_BINARY = (pa.types.is_binary, pa.types.is_large_binary, pa.types.is_binary_view)
+_LISTS = (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list)
+
+
+def _common_list(a: pa.DataType, b: pa.DataType) -> pa.DataType | None:
+    values = common_type(a.value_type, b.value_type)
+    if values is None:
+        return None
+    fixed = [pa.types.is_fixed_size_list(kind) for kind in (a, b)]
+    if all(fixed) and a.list_size == b.list_size:
+        return pa.list_(values, a.list_size)
+    large = pa.types.is_large_list(a) or pa.types.is_large_list(b)
+    return pa.large_list(values) if large else pa.list_(values)
+
+
+def _common_struct(a: pa.DataType, b: pa.DataType) -> pa.DataType | None:
+    fields = []
+    names = dict.fromkeys([field.name for kind in (a, b) for field in (kind.field(i) for i in range(kind.num_fields))])
+    for name in names:
+        places = [kind.get_field_index(name) for kind in (a, b)]
+        kinds = [kind.field(at).type for kind, at in zip((a, b), places, strict=True) if at >= 0]
+        both = common_type(kinds[0], kinds[-1])
+        if both is None:
+            return None
+        fields.append(pa.field(name, both))
+    return pa.struct(fields)
+
+
+def inside(column: pa.DataType, kind: pa.DataType) -> pa.DataType:
+    """Return the type of lists whose items are numbers of this type, if the column is one of lists of numbers."""
+    if not (pa.types.is_primitive(kind) and any(test(column) for test in _LISTS)):
+        return kind
+    item = inside(column.value_type, kind)
+    if pa.types.is_fixed_size_list(column):
+        return pa.list_(item, column.list_size)
+    return pa.large_list(item) if pa.types.is_large_list(column) else pa.list_(item)
+
+
+def types_by_name(columns: Mapping[str, Any] | pa.Schema) -> tuple[tuple[str, pa.DataType], ...]:
+    """Return the arguments of ``cast`` as pairs of a name and a type."""
+    if isinstance(columns, pa.Schema):
+        return tuple((field.name, field.type) for field in columns)
+    if not isinstance(columns, Mapping) or not columns:
+        raise TypeError(f"cast takes columns and their types: cast({{'label': 'int32'}}), got {columns!r:.60}")
+    return tuple((name, type_named(name, kind)) for name, kind in columns.items())

@@ -29,8 +29,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from midepoch._internal.imports import loaded
 from midepoch._internal.recycled import empty
+from midepoch._internal.values import loaded
 from midepoch.distributed.context import context_rank
 from midepoch.errors import ColumnError, MapError
 from midepoch.transforms.arrow_values import stacked

@@ -11,8 +11,7 @@ import pyarrow as pa
 
 from midepoch.errors import ColumnError, MapError
 from midepoch.transforms.arrow_values import flat_numbers, plain_array
-from midepoch.transforms.batch import Batch, pick
-from midepoch.transforms.columns import check_columns
+from midepoch.transforms.batch import Batch, check_columns, pick
 from midepoch.transforms.features import Encoded
 from midepoch.transforms.function import Function, RunContext
 

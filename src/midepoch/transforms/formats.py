@@ -15,13 +15,37 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from midepoch._internal.imports import loaded
+from midepoch._internal.values import loaded
 from midepoch.errors import ColumnError, CorruptBlockError, MapError, MidepochError
 from midepoch.sources.damage import is_damage
 from midepoch.transforms.arrow_values import plain_values, to_numpy, to_python
 from midepoch.transforms.batch import Batch, as_rows
-from midepoch.transforms.default_collate import ITEM, ITEMS, default_collated
 from midepoch.transforms.features import Encoded
+
+ITEMS = "items"
+"""Format of map-style datasets: a row is an item of any type, and batches are those of torch's ``default_collate``."""
+ITEM = "item"
+"""The column of such items. A row with other columns beside it is a dict."""
+
+
+def default_collated(rows: list[Any]) -> Any:
+    """Return a batch of items, as torch's ``default_collate`` makes it."""
+    try:
+        from torch.utils.data import default_collate
+    except ImportError:
+        raise MidepochError(
+            "batches of a map-style dataset are made by torch's default_collate: `pip install midepoch[torch]`, or "
+            "pass collate_fn."
+        ) from None
+    try:
+        return default_collate(rows)
+    except (TypeError, RuntimeError, ValueError, AttributeError) as problem:
+        raise MapError(
+            f"torch's default_collate cannot make a batch of {len(rows)} items like {rows[0]!r:.60}: "
+            f"{str(problem).rstrip('.')}. Return tensors of one shape, numbers or texts from "
+            "the dataset, or pass collate_fn."
+        ) from problem
+
 
 Allocate = Callable[[tuple[int, ...], np.dtype[Any]], "np.ndarray[Any, Any] | None"]
 """Returns an uninitialised array in the memory in which a batch is sent, or None if there is no room."""

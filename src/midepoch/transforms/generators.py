@@ -25,7 +25,7 @@ from typing import Any, Final, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from midepoch._internal.imports import loaded
+from midepoch._internal.values import loaded
 from midepoch.errors import MidepochError
 from midepoch.order.bijection import derive
 

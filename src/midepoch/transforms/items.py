@@ -11,7 +11,7 @@ from typing import Any
 from midepoch.errors import MapError
 from midepoch.sources.damage import is_damage
 from midepoch.transforms.batch import Batch
-from midepoch.transforms.default_collate import ITEM
+from midepoch.transforms.formats import ITEM
 from midepoch.transforms.function import RunContext
 from midepoch.transforms.map import Map
 

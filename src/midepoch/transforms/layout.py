@@ -15,12 +15,11 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.types as pt
 
-from midepoch._internal.imports import loaded
+from midepoch._internal.values import loaded
 from midepoch._native import copy_ranges, fill_ranges, number_ranges
 from midepoch.errors import ColumnError, MapError
 from midepoch.transforms.arrow_values import flat_numbers
-from midepoch.transforms.batch import Batch
-from midepoch.transforms.columns import check_columns
+from midepoch.transforms.batch import Batch, check_columns
 from midepoch.transforms.context import ContextSlice, pad_for, room, round_up
 from midepoch.transforms.features import Encoded
 from midepoch.transforms.formats import Allocate, present

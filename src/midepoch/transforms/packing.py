@@ -22,7 +22,7 @@ from midepoch._native import copy_ranges, fill_ranges, number_concatenated, numb
 from midepoch.errors import ColumnError, MapError
 from midepoch.order.schedule import Schedule
 from midepoch.transforms.arrow_values import flat_numbers
-from midepoch.transforms.columns import check_columns
+from midepoch.transforms.batch import check_columns
 from midepoch.transforms.provenance import Pieces, sorted_pieces
 
 Int64Array = npt.NDArray[np.int64]

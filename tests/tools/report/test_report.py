@@ -20,7 +20,7 @@ from midepoch.audit import Ledger
 from midepoch.cli.app import app
 from midepoch.errors import ColumnError, DataNotFoundError, StateError
 from midepoch.tools.report import collect, render
-from midepoch.tools.report.speed import _MOST_RANKS
+from midepoch.tools.report.now import _MOST_RANKS
 from midepoch.tools.report.watch import Watch, is_own
 
 
@@ -165,7 +165,7 @@ def test_runs_side_by_side(labelled_files: str, tmp_path: Path) -> None:
 
 
 def test_many_files_are_drawn_together(labelled_files: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("midepoch.tools.report.contents._MOST_FILES", 2)
+    monkeypatch.setattr("midepoch.tools.report.page._MOST_FILES", 2)
     drawn = collect(dataset=midepoch.from_files(labelled_files))["data"]
     assert drawn["files"] == 4 and [one["rows"] for one in drawn["list"]] == [500, 500]
 

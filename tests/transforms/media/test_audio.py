@@ -10,9 +10,9 @@ import pytest
 import soundfile
 
 from midepoch.errors import MidepochError
-from midepoch.transforms.media import audio
-from midepoch.transforms.media.audio import Audio
-from midepoch.transforms.media.packages import available
+from midepoch.transforms.media import decoders
+from midepoch.transforms.media.decoders import Audio
+from midepoch.transforms.media.images import available
 
 RATE = 16_000
 EXACT = [("WAV", "FLOAT"), ("WAV", "PCM_16"), ("FLAC", "PCM_16")]
@@ -34,7 +34,7 @@ def file_of(samples: Any, kind: str = "WAV", coding: str = "FLOAT") -> bytes:
 def only(monkeypatch: pytest.MonkeyPatch, package: str) -> None:
     if not available(package):
         pytest.skip(f"{package} is not installed")
-    monkeypatch.setattr(audio, "available", lambda name: name == package)
+    monkeypatch.setattr(decoders, "available", lambda name: name == package)
 
 
 @pytest.mark.parametrize("package", ["soundfile", "av"])
@@ -94,6 +94,6 @@ def test_a_damaged_file_is_an_error(monkeypatch: pytest.MonkeyPatch, package: st
 
 
 def test_a_decoder_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(audio, "available", lambda name: False)
+    monkeypatch.setattr(decoders, "available", lambda name: False)
     with pytest.raises(MidepochError, match="needs soundfile or PyAV"):
         Audio().check()

@@ -20,7 +20,7 @@ from PIL import Image
 import midepoch
 from data import dataset_of
 from midepoch.errors import CheckpointMismatchError, ColumnError, MapError, MidepochError
-from midepoch.transforms.media import jpeg
+from midepoch.transforms.media import images
 
 ROWS = 12
 
@@ -183,15 +183,15 @@ def test_a_batched_function_gets_one_tensor(tmp_path: Path) -> None:
 def test_jpegs_as_read_from_files_are_decoded_by_the_fast_decoder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fast = jpeg.fast_decoder()
+    fast = images.fast_decoder()
     assert fast is not None
     headers = []
 
-    def counting(data: Any, mode: str, header: jpeg.Header, scale: int) -> Any:
+    def counting(data: Any, mode: str, header: images.Header, scale: int) -> Any:
         headers.append(header)
         return fast(data, mode, header, scale)
 
-    monkeypatch.setattr(jpeg, "fast_decoder", lambda: counting)
+    monkeypatch.setattr(images, "fast_decoder", lambda: counting)
     stream = io.BytesIO()
     Image.fromarray(pixels(3)).save(stream, "JPEG")
     ds = opened(tmp_path, pa.array([stream.getvalue()] * ROWS))
@@ -199,7 +199,7 @@ def test_jpegs_as_read_from_files_are_decoded_by_the_fast_decoder(
     for each in (ds, arrow, ds.map(lambda row: {})):
         headers.clear()
         assert len(list(each.decode("image"))) == ROWS
-        assert headers == [jpeg.Header(40, 33, 3, 8, 1)] * ROWS
+        assert headers == [images.Header(40, 33, 3, 8, 1)] * ROWS
 
 
 def test_formats_after_decode(tmp_path: Path) -> None:

@@ -15,9 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image, ImageOps
 
-from midepoch.transforms.media import images, jpeg
-from midepoch.transforms.media.images import Images
-from midepoch.transforms.media.packages import available
+from midepoch.transforms.media import images
+from midepoch.transforms.media.images import Images, available
 
 DECODERS = ["simplejpeg", "torchvision", "PIL"]
 
@@ -39,9 +38,9 @@ def only(monkeypatch: pytest.MonkeyPatch, package: str) -> None:
     """Make all decoders unavailable except for one, and Pillow."""
     if not available(package):
         pytest.skip(f"{package} is not installed")
-    monkeypatch.setattr(jpeg, "available", lambda name: name == package)
-    jpeg.fast_decoder.cache_clear()
-    monkeypatch.setattr(jpeg, "fast_decoder", jpeg.fast_decoder.__wrapped__)
+    monkeypatch.setattr(images, "available", lambda name: name == package)
+    images.fast_decoder.cache_clear()
+    monkeypatch.setattr(images, "fast_decoder", images.fast_decoder.__wrapped__)
 
 
 def by_pillow(data: bytes, mode: str = "RGB") -> Any:
@@ -91,7 +90,7 @@ def test_a_jpeg_is_decoded_at_the_smallest_scale_that_is_not_smaller_than_the_si
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     only(monkeypatch, "simplejpeg")
-    decoder = jpeg.fast_decoder()
+    decoder = images.fast_decoder()
     assert decoder is not None
     for width, height, least, scale in [
         (500, 400, (224, 224), 1),
@@ -101,11 +100,11 @@ def test_a_jpeg_is_decoded_at_the_smallest_scale_that_is_not_smaller_than_the_si
         (999, 5000, (30, 100), 8),
     ]:
         data = memoryview(file_of(picture(width, height)))
-        header = jpeg.header_of(data)
+        header = images.header_of(data)
         assert header is not None and (header.width, header.height) == (width, height)
-        assert jpeg.scale_for(width, height, least) == scale
+        assert images.scale_for(width, height, least) == scale
         assert decoder(data, "RGB", header, scale).shape == (-(-height // scale), -(-width // scale), 3)
-    assert jpeg.scale_for(5000, 5000, None) == 1
+    assert images.scale_for(5000, 5000, None) == 1
 
 
 @pytest.mark.parametrize("package", DECODERS)
@@ -132,20 +131,20 @@ def test_the_orientation_is_read_in_both_byte_orders(endian: str) -> None:
     exif.endian = endian
     exif[0x010E] = "before the orientation"
     exif[0x0112] = 6
-    header = jpeg.header_of(memoryview(file_of(picture(40, 24), exif=exif.tobytes())))
+    header = images.header_of(memoryview(file_of(picture(40, 24), exif=exif.tobytes())))
     assert header == (40, 24, 3, 8, 6)
 
 
 def test_an_orientation_of_four_bytes_is_read() -> None:
     exif = b"Exif\0\0MM\0*\0\0\0\x08\0\x01\x01\x12\0\x04\0\0\0\x01\0\0\0\x06\0\0\0\0"
     data = file_of(picture(40, 24), exif=exif)
-    assert jpeg.header_of(memoryview(data)) == (40, 24, 3, 8, 6)
+    assert images.header_of(memoryview(data)) == (40, 24, 3, 8, 6)
     np.testing.assert_array_equal(Images(layout="HWC").decode(data), by_pillow(data))
 
 
 def test_a_damaged_orientation_is_ignored() -> None:
     data = file_of(picture(40, 24), exif=b"Exif\0\0II*\0\xff\xff\xff\x7f")
-    assert jpeg.header_of(memoryview(data)) == (40, 24, 3, 8, 1)
+    assert images.header_of(memoryview(data)) == (40, 24, 3, 8, 1)
 
 
 @pytest.mark.parametrize("package", DECODERS)

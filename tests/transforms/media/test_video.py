@@ -9,10 +9,9 @@ import numpy as np
 import pytest
 
 from midepoch.errors import MidepochError
-from midepoch.transforms.media import video
-from midepoch.transforms.media.images import Images
-from midepoch.transforms.media.packages import available
-from midepoch.transforms.media.video import Video
+from midepoch.transforms.media import decoders
+from midepoch.transforms.media.decoders import Video
+from midepoch.transforms.media.images import Images, available
 
 av = pytest.importorskip("av")
 
@@ -41,7 +40,7 @@ def levels(frames: Any) -> Any:
 def only(monkeypatch: pytest.MonkeyPatch, package: str) -> None:
     if not available(package):
         pytest.skip(f"{package} is not installed")
-    monkeypatch.setattr(video, "available", lambda name: name == package)
+    monkeypatch.setattr(decoders, "available", lambda name: name == package)
 
 
 @pytest.mark.parametrize("package", ["av", "torchcodec.decoders"])
@@ -76,6 +75,6 @@ def test_a_damaged_file_is_an_error(monkeypatch: pytest.MonkeyPatch, package: st
 
 
 def test_a_decoder_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(video, "available", lambda name: False)
+    monkeypatch.setattr(decoders, "available", lambda name: False)
     with pytest.raises(MidepochError, match="needs PyAV or torchcodec"):
         Video().check()

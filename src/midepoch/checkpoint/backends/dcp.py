@@ -24,7 +24,7 @@ from torch.distributed.checkpoint import state_dict as canonical
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 
-from midepoch._internal.reasons import reason
+from midepoch._internal.values import reason
 from midepoch.checkpoint.arrays import ArraySpec, bytes_of, is_sharded, make_array
 from midepoch.checkpoint.backends import ReadJson, Restorable, Snapshot, quoted_name
 from midepoch.checkpoint.files import BytesSource

@@ -4,7 +4,6 @@
 run in progress.
 """
 
-from midepoch.tools.report.contents import collect
-from midepoch.tools.report.page import render
+from midepoch.tools.report.page import collect, render
 
 __all__ = ["collect", "render"]

@@ -1,18 +1,284 @@
 """The last start of a run as a dashboard: does it run, how fast, how far, and what takes the time.
 
+Also the speed of a run from the marks of its ledger, and its sources.
 A number that is not known is None, and is not shown.
 """
 
 from __future__ import annotations
 
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import PurePosixPath
 from typing import Any
 
 from midepoch.audit import Run
+from midepoch.audit.consumed import LaneRun
 from midepoch.audit.ledger import host_of, is_gone
+from midepoch.audit.orders import KnownOrder
 from midepoch.audit.passes import Generation
-from midepoch.audit.records import Figures
-from midepoch.tools.report.mixture import is_in_group, progress, sources_of
-from midepoch.tools.report.speed import STAGES, Span, merged, spans_by_rank
+from midepoch.audit.records import Figures, Mark
+
+_MOST_RANKS = 64
+"""Maximum number of ranks with a curve of their own. Of more ranks, only the sum is shown."""
+_MOST_POINTS = 600
+_SHORTEST = 0.9
+"""Seconds of a point of a curve. A single step that was ready in 14 ms is no rate."""
+STAGES = ("read", "map", "combine", "collate", "transport")
+
+
+@dataclass(frozen=True)
+class Span:
+    """The time between two marks of a rank: from the delivery of one batch to that of a later one."""
+
+    end: float
+    epoch: int
+    seconds: float
+    waited: float
+    figures: Figures
+
+    def then(self, other: Span) -> Span:
+        """Return both as one. The time between them is not counted."""
+        return Span(
+            other.end,
+            other.epoch,
+            self.seconds + other.seconds,
+            self.waited + other.waited,
+            self.figures.plus(other.figures),
+        )
+
+    def rate(self, amount: int | None) -> float | None:
+        return None if amount is None or self.seconds <= 0 else amount / self.seconds
+
+    @property
+    def tokens(self) -> int | None:
+        """Tokens without padding, or with it if padding is not known."""
+        return self.figures.slots if self.figures.tokens is None else self.figures.tokens
+
+    @property
+    def waited_share(self) -> float:
+        return min(1.0, self.waited / self.seconds) if self.seconds > 0 else 0.0
+
+    @property
+    def point(self) -> list[float | None]:
+        """[time, rows/s, share of the time waited, seconds, epoch, tokens/s]"""
+        rows, tokens = self.rate(self.figures.rows), self.rate(self.tokens)
+        share = round(self.waited_share, 4)
+        return [round(self.end, 3), round(rows or 0.0, 2), share, round(self.seconds, 3), self.epoch, tokens]
+
+
+def spans_of(one: Generation, rank: int) -> Iterator[Span]:
+    """Yield the time between the marks of a pass. It begins with the delivery of the first batch."""
+    began, marks = one.marks[rank]
+    before = Mark(1, 0, 0, Figures())
+    for mark in marks:
+        seconds = (mark.elapsed - before.elapsed) / 1000
+        if seconds <= 0 or mark.steps <= before.steps:
+            continue
+        figures = (mark.figures or Figures()).minus(before.figures or Figures())
+        waited = max(0, mark.waited - before.waited) / 1000
+        yield Span(began + mark.elapsed / 1000, one.shape.epoch, seconds, waited, figures)
+        before = mark
+
+
+def merged(spans: list[Span]) -> list[Span]:
+    """Return spans that are long enough for a rate: short ones are counted with their neighbours."""
+    found: list[Span] = []
+    pending: Span | None = None
+    for span in spans:
+        pending = span if pending is None else pending.then(span)
+        if pending.seconds >= _SHORTEST:
+            found.append(pending)
+            pending = None
+    if pending is not None:
+        found[-1:] = [found[-1].then(pending)] if found else [pending]
+    return found
+
+
+def spans_by_rank(run: Run) -> dict[tuple[str, int], list[Span]]:
+    """Return by start and rank the spans of all its passes."""
+    found: dict[tuple[str, int], list[Span]] = defaultdict(list)
+    for one in run.every:
+        for rank in one.marks:
+            found[one.shape.attempt, rank] += spans_of(one, rank)
+    return found
+
+
+def curves(run: Run, starts: dict[str, int]) -> list[dict[str, Any]]:
+    """Return by start and rank the points of ``Span``."""
+    sizes = {one.shape.attempt: one.shape.ranks for one in run.every}
+    by_start: dict[str, dict[int, list[Span]]] = defaultdict(dict)
+    for (attempt, rank), spans in spans_by_rank(run).items():
+        if spans:
+            by_start[attempt][rank] = merged(spans)
+    found = []
+    for attempt, of_rank in by_start.items():
+        about = {"start": starts[attempt], "ranks": sizes[attempt]}
+        if sizes[attempt] > _MOST_RANKS:
+            points = {-1: _together(of_rank)}
+        else:
+            points = {rank: [span.point for span in spans] for rank, spans in sorted(of_rank.items())}
+        found += [{**about, "rank": rank, "points": _thinned(each)} for rank, each in points.items()]
+    return found
+
+
+def _together(curves: dict[int, list[Span]]) -> list[list[float | None]]:
+    """Return the sum of all ranks, and the mean of their waiting, in spans of ten seconds."""
+    tens: dict[int, list[Span]] = defaultdict(list)
+    for spans in curves.values():
+        for span in spans:
+            tens[int(span.end // 10)].append(span)
+    points = []
+    for ten, spans in sorted(tens.items()):
+        total = spans[0]
+        for span in spans[1:]:
+            total = total.then(span)
+        of_all = replace(total, end=10.0 * ten, seconds=total.seconds / len(curves), waited=total.waited / len(curves))
+        points.append(of_all.point)
+    return points
+
+
+def _thinned(points: list[list[float | None]]) -> list[list[float | None]]:
+    return points[:: max(1, -(-len(points) // _MOST_POINTS))]
+
+
+_STOP = re.compile(r"^mix\[(\w+)")
+
+
+@dataclass(frozen=True)
+class SourceRows:
+    """Rows of a source that an epoch has consumed, of ``rows``: more than these if it is iterated again."""
+
+    name: str
+    rows: int
+    consumed: int
+    weight: float | None = None
+    """Its share of the outputs of a mix, or None if it is not a part of one."""
+
+
+def sources_of(run: Run, one: Generation, steps: int) -> list[SourceRows]:
+    """Return the sources after a number of steps of a pass, in the order of the tree."""
+    order = run.lanes_of(one).order if one.lanes else run.order
+    names, about = names_of(order), _description(order)
+    mix = one.first.mix
+    current = None if mix is None else mix.weights_at(run.reached(one, steps))
+    weights = _weights(about if current is None else {**about, "weights": current})
+    consumed = _consumed(run, order, one, steps)
+    return [
+        SourceRows(name, source.rows, rows, weight)
+        for name, source, rows, weight in zip(names, order.sources, consumed, weights, strict=True)
+    ]
+
+
+def progress(run: Run, one: Generation, steps: int) -> float | None:
+    """Return the part of its epoch that is consumed after a number of steps of a pass, or None if it has no end."""
+    if not one.lanes:
+        return run.reached(one, steps) / one.first.rows if one.first.rows else None
+    if one.first.mix is not None and one.first.mix.schedule is not None:
+        outputs = one.first.mix.schedule.plan[-1].outputs
+        return min(1.0, run.reached(one, steps) / outputs) if outputs else None
+    order = run.lanes_of(one).order
+    counts = iter(zip(_consumed(run, order, one, steps), (source.rows for source in order.sources), strict=True))
+    return _progress(_description(order), counts)
+
+
+def is_in_group(run: Run, one: Generation, steps: int) -> bool:
+    """Return True if more rows may be consumed than are known: outputs of a group do not tell the rows they are of."""
+    if not one.lanes:
+        return False
+    lanes = run.lanes_of(one)
+    for lane in range(one.lanes):
+        if (track := lanes.owner(one, lane)) is not None:
+            found = lanes.places(one, lane, track.at(lane, min(steps, track.delivered)))
+            if any(kind == "group" for place in found for kind, _ in place.part):
+                return True
+    return False
+
+
+def _progress(about: Mapping[str, Any], counts: Any) -> float | None:
+    if "parts" not in about:
+        consumed, rows = next(counts)
+        return min(1.0, consumed / rows) if rows else None
+    stop = _STOP.match(about["pipeline"])
+    if stop is None:  # concat and zip: all rows of all parts
+        pairs = [next(counts) for _ in range(_leaves(about))]
+        total = sum(rows for _, rows in pairs)
+        return min(1.0, sum(min(pair) for pair in pairs) / total) if total else None
+    parts = [_progress(part, counts) for part in about["parts"]]
+    known = [part for part, weight in zip(parts, about["weights"], strict=True) if weight]
+    if stop[1] == "never" or any(part is None for part in known) or not known:
+        return None
+    return (max if stop[1] == "first" else min)(part for part in known if part is not None)
+
+
+def _leaves(about: Mapping[str, Any]) -> int:
+    return sum(map(_leaves, about["parts"])) if "parts" in about else 1
+
+
+def _description(order: KnownOrder) -> dict[str, Any]:
+    found: dict[str, Any] = order.about.get("parts") or {"pipeline": order.about.get("pipeline", "")}
+    return found
+
+
+def _consumed(run: Run, order: KnownOrder, one: Generation, steps: int) -> list[int]:
+    """Return by source the rows consumed in the epoch, over all lanes."""
+    if not one.lanes:
+        return [run.reached(one, steps)]
+    rows = [source.rows for source in order.sources]
+    sums = [0] * len(rows)
+    lanes = LaneRun(order)
+    for lane in range(one.lanes):
+        track = lanes.owner(one, lane) or next((each for each in one.tracks.values() if lane in each.begin), None)
+        if track is None:
+            continue
+        for place in lanes.places(one, lane, track.at(lane, min(steps, track.delivered))):
+            sums[place.leaf] += place.run * place.lane.before(rows[place.leaf]) + place.row + bool(place.part)
+    return sums
+
+
+def names_of(order: KnownOrder) -> list[str]:
+    """Return the names of the sources: those of a mix, else of their files or folders if these differ."""
+    given = list(_given_names(_description(order), ""))
+    folders = [_folder(source.about.get("files", ())) for source in order.sources]
+    distinct = len(set(folders)) == len(folders) and all(folders)
+    return [
+        name or (folder if distinct else f"source {number}")
+        for number, (name, folder) in enumerate(zip(given, folders, strict=True))
+    ]
+
+
+def _given_names(about: Mapping[str, Any], name: str) -> list[str]:
+    """Return a name for each source: those of the mixes around it."""
+    if "parts" not in about:
+        return [name]
+    own: Sequence[str] = about.get("names") or [""] * len(about["parts"])
+    found: list[str] = []
+    for number, (part, of_part) in enumerate(zip(about["parts"], own, strict=True)):
+        of_part = of_part or (f"{number}" if name else "")
+        found += _given_names(part, f"{name}/{of_part}" if name and of_part else of_part or name)
+    return found
+
+
+def _folder(files: Sequence[str]) -> str:
+    """Return a short name of some files: the name of the only one, or of their folder."""
+    if not files:
+        return ""
+    first = PurePosixPath(files[0])
+    return first.name if len(files) == 1 else first.parent.name
+
+
+def _weights(about: Mapping[str, Any], share: float | None = 1.0) -> list[float | None]:
+    """Return by source its share of the outputs of the mixes around it, or None."""
+    if "parts" not in about:
+        return [share]
+    weights: Sequence[float] = about.get("weights") or ()
+    total = sum(weights)
+    found: list[float | None] = []
+    for number, part in enumerate(about["parts"]):
+        found += _weights(part, share * weights[number] / total if total and share is not None else None)
+    return found
+
 
 _SOON = 10.0
 """Seconds in which a run is expected to make a step, or the time of ten steps if that is more."""

@@ -1,13 +1,338 @@
-"""The page: one self-contained HTML file with its numbers."""
+"""The page of a report: one self-contained HTML file, and its contents as plain numbers.
+
+They are those of a dataset, of a run's ledger with the consumption of each epoch by each start, and of its checkpoints.
+"""
 
 from __future__ import annotations
 
 import json
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
+from midepoch._internal.address import Address
 from midepoch._internal.hints import hinted
-from midepoch._internal.jsonable import to_jsonable
+from midepoch._internal.values import to_jsonable
+from midepoch.audit import Run, read_runs
+from midepoch.audit.passes import Generation
+from midepoch.checkpoint import PipelineCheckpoint
+from midepoch.checkpoint.manager import step_health
+from midepoch.dataset import Dataset
+from midepoch.errors import DataNotFoundError, MidepochError, StateError
+from midepoch.order import Order, Selection, Weighted
+from midepoch.pipeline.spec import PipelineSpec
+from midepoch.tools.report.now import curves, names_of, now
+from midepoch.tools.report.quality import batches, quality
+
+Int64Array = npt.NDArray[np.int64]
+_MOST_FILES = 400
+_MOST_CHECKPOINTS = 200
+
+
+@hinted()
+def collect(
+    run: str | Path | Sequence[str | Path] | None = None,
+    dataset: Dataset | None = None,
+    *,
+    stream: str | None = None,
+    checkpoints: str | Path | None = None,
+    read_checkpoints: bool = True,
+    label: str | None = None,
+    batch_size: int = 256,
+) -> dict[str, Any]:
+    """Return the contents of a report on a run (the folder given to ``audit=``), a dataset, or both.
+
+    ``run``: several folders for runs side by side.
+    ``checkpoints``: their folder; default: ``checkpoints`` beside or in the run's folder, if there is one.
+    ``read_checkpoints``: read every byte of them. ``label``: a column whose values should be spread evenly.
+    """
+    if run is None and dataset is None:
+        raise ValueError("pass a run, a dataset, or both")
+    if label is not None and dataset is None:
+        raise ValueError("labels are in the data: pass the dataset, too")
+    folders = [] if run is None else [run] if isinstance(run, (str, Path)) else list(run)
+    made = time.time()
+    runs = [(str(folder), one) for folder in folders for one in _runs(folder, stream)]
+    if folders and not runs:
+        raise DataNotFoundError(f"no loader {stream!r} recorded in {', '.join(map(str, folders))}.")
+    found: dict[str, Any] = {
+        "title": ", ".join(map(str, folders)) or _title(dataset),
+        "made": made,
+        "runs": [
+            {"folder_path": folder, **_of_run(one, dataset, label, made, alone=len(runs) == 1)} for folder, one in runs
+        ],
+        "data": _layout(dataset) if dataset is not None and not runs else None,
+        "shuffle": _shuffle(dataset, label, batch_size) if dataset is not None and not runs else None,
+        "checkpoints": None,
+    }
+    where = checkpoints if checkpoints is not None else _beside(folders[0] if len(folders) == 1 else None)
+    if where is not None:
+        found["checkpoints"] = _health(where, read_checkpoints)
+    return found
+
+
+def _runs(folder: str | Path, stream: str | None) -> list[Run]:
+    """Return the loaders that recorded in a folder, the one with the most steps first."""
+    runs = [one for one in read_runs(folder) if stream in (None, one.stream, one.streams[one.stream])]
+    return sorted(runs, key=lambda one: -one.steps)
+
+
+def _title(dataset: Dataset | None) -> str:
+    assert dataset is not None
+    source, files = dataset.pipeline.node.leaves[0].source, dataset.num_files
+    first = source.name(source.files[0]) if source.files else "a dataset"
+    return first if files == 1 else f"{Path(first).parent.name or first} ({files:,} files)"
+
+
+def _layout(ds: Dataset) -> dict[str, Any]:
+    sources = [leaf.source for leaf in ds.pipeline.node.leaves]
+    files = [
+        {"name": source.name(file), "rows": file.rows, "blocks": file.blocks, "bytes": file.size, "source": number}
+        for number, source in enumerate(sources)
+        for file in source.files
+    ]
+    return {
+        "rows": ds.pipeline.rows,
+        "files": len(files),
+        "blocks": sum(len(source.layout.block_starts) - 1 for source in sources),
+        "bytes": sum(file["bytes"] for file in files),
+        "columns": [{"name": field.name, "type": str(field.type)} for field in ds.schema],
+        "sources": [f"source {number}" for number in range(len(sources))],
+        "list": _fewer(files),
+    }
+
+
+def _layout_of_run(run: Run) -> dict[str, Any]:
+    """Return the layout as far as the ledger contains it: the data itself is not needed."""
+    files = []
+    for number, source in enumerate(run.order.sources):
+        names = source.about["files"]
+        for i, count in enumerate(np.diff(source.layout.file_starts)):
+            name = names[i] if i < len(names) else f"file {i}"
+            files.append({"name": name, "rows": int(count), "blocks": None, "bytes": None, "source": number})
+    return {
+        "rows": sum(source.rows for source in run.order.sources),
+        "files": len(files),
+        "blocks": None,
+        "bytes": None,
+        "columns": None,
+        "sources": names_of(run.order),
+        "list": _fewer(files),
+    }
+
+
+def _fewer(files: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Merge neighbouring files if there are too many to draw."""
+    size = -(-len(files) // _MOST_FILES)
+    if size <= 1:
+        return files
+    merged = []
+    for i in range(0, len(files), size):
+        group = files[i : i + size]
+        sums = {
+            key: None if group[0][key] is None else sum(one[key] for one in group)
+            for key in ("rows", "blocks", "bytes")
+        }
+        merged.append({"name": f"{group[0]['name']} … {group[-1]['name']}", "source": group[0]["source"], **sums})
+    return merged
+
+
+def _of_run(run: Run, ds: Dataset | None, label: str | None, made: float, *, alone: bool) -> dict[str, Any]:
+    """Return the contents of the ledger, and of the data if the dataset is given and is that of the run.
+
+    ``alone``: there is no other run to which the data may belong.
+    """
+    sources, last = run.order.sources, run.generations[-1].shape
+    matches = ds is not None and {leaf.source.fingerprint for leaf in ds.pipeline.node.leaves} == {
+        source.about["data"] for source in sources
+    }
+    if ds is not None and not matches and alone and len(run.streams) == 1:
+        raise StateError(
+            f"the data is not that of the run: its fingerprint is {ds.pipeline.source.fingerprint}, the run's "
+            f"{', '.join(source.about['data'] for source in sources)}."
+        )
+    contents = {
+        **of_run(run, made),
+        "data": {**_layout(ds), "sources": names_of(run.order)} if ds is not None and matches else _layout_of_run(run),
+        "shuffle": None,
+        "batches": batches(run),
+    }
+    if len(sources) == 1 and not isinstance(
+        sources[0].order.shuffle, Weighted
+    ):  # of several sources, batches are as mixed as the weights
+        order = sources[0]
+        labels = _labels(ds, label, order.order.selection) if ds is not None and matches and label is not None else None
+        batch = last.global_batch
+        if last.batching.budget:  # it counts batches by tokens
+            batch = max(1, batch * order.rows // max(1, min(run.every[-1].end, order.rows)))
+        shuffle = quality(order.order, order.layout, last.epoch, batch=batch, labels=labels)
+        contents["shuffle"] = {**shuffle, "label": label if labels is not None else None}
+    return contents
+
+
+def _shuffle(ds: Dataset, label: str | None, batch: int) -> dict[str, Any] | None:
+    if not ds.pipeline.numbered or not len(ds) or isinstance(ds.pipeline.order.shuffle, Weighted):
+        return None
+    order = ds.pipeline.order
+    labels = None if label is None else _labels(ds, label, order.selection)
+    return {**quality(order, ds.pipeline.source.layout, ds.epoch, batch=batch, labels=labels), "label": label}
+
+
+def _labels(ds: Dataset, label: str, selection: Selection) -> Callable[[Int64Array], Any]:
+    """Return a function from rows of a selection of the files to the values of a column."""
+    everything = Order(Selection.of_ranges([(0, ds.pipeline.source.rows)]))
+    plain = (
+        Dataset(PipelineSpec.of(replace(ds.pipeline.base, order=everything)))
+        .select_columns([label])
+        .with_format("arrow")
+    )
+    return lambda rows: plain[selection.source_rows(rows).tolist()][label].to_pylist()
+
+
+def _beside(run: str | Path | None) -> Path | None:
+    if run is None:
+        return None
+    folder = Path(run).expanduser()
+    return next((one for one in (folder / "checkpoints", folder.parent / "checkpoints") if one.is_dir()), None)
+
+
+def _health(where: str | Path, read: bool) -> dict[str, Any]:
+    folder = Path(Address(str(where)).public).name
+    try:
+        saved = PipelineCheckpoint(where, rank=0, world_size=1)
+        steps = saved.steps()
+    except (MidepochError, OSError) as problem:
+        return {"folder": folder, "steps": [], "more": 0, "read": read, "problem": str(problem)}
+    shown = [step_health(saved, step, read=read) for step in steps[-_MOST_CHECKPOINTS:]]
+    return {
+        "folder": folder,
+        "steps": [vars(one) for one in shown],
+        "more": len(steps) - len(shown),
+        "read": read,
+        "problem": None,
+    }
+
+
+def of_run(run: Run, made: float) -> dict[str, Any]:
+    """Return the contents of the ledger as plain numbers. ``made``: the time at which it was read."""
+    starts = {name: number for number, name in enumerate(dict.fromkeys(one.shape.attempt for one in run.every))}
+    kept = set(map(_key, run.generations))
+    order = run.order
+    pieces = _pieces(run, starts, kept)
+    return {
+        "folder": run.folder.name,
+        "name": run.streams[run.stream],
+        "steps": run.steps,
+        "unit": run.unit,
+        "exact": run.exact,
+        "problems": run.problems,
+        "starts": len(starts),
+        "worlds": run.worlds,
+        "seed": order.about["seed"],
+        "pipeline": order.about["pipeline"],
+        "epochs": [
+            {
+                "epoch": proof.epoch,
+                "rows": proof.rows,
+                "once": proof.once,
+                "repeated": proof.repeated,
+                "never": proof.never,
+                "dropped": proof.dropped,
+                "filtered": proof.filtered,
+                "pending": proof.pending,
+                "skipped": proof.skipped,
+                "again": proof.again,
+                "excluded": proof.excluded,
+                "leases": None if proof.leases is None else proof.leases.totals,
+                "steps": proof.steps,
+                "exact": proof.exact,
+                "complete": proof.complete,
+                "examples": list(proof.examples),
+                "pieces": pieces.get(proof.epoch, []),
+            }
+            for proof in run.epochs
+        ],
+        "weight_changes": [one._asdict() for one in run.weight_changes],
+        "passes": [_pass(run, one, starts[one.shape.attempt], _key(one) in kept) for one in run.every],
+        "speed": curves(run, starts),
+        "now": now(run, made),
+    }
+
+
+def _key(one: Generation) -> Any:
+    """Return the key of a pass, also in the history that the weights have."""
+    return one.shape, one.beginning
+
+
+def _pieces(run: Run, starts: dict[str, int], kept: set[Any]) -> dict[int, list[dict[str, Any]]]:
+    """Return by epoch the positions that each pass delivered: kept, or repeated after a crash."""
+    found: dict[int, list[dict[str, Any]]] = defaultdict(list)
+    for one in [*run.generations, *(one for one in run.every if _key(one) not in kept)]:
+        about = {"start": starts[one.shape.attempt], "ranks": one.shape.ranks}
+        here = found[one.shape.epoch]
+        if one.lanes:
+            here += _lane_pieces(run, one, about, _key(one) in kept)
+            continue
+        begin, kept_steps = run.reached(one, 0), one.kept_steps if _key(one) in kept else 0
+        common, most = (pick(min(count, kept_steps) for count in one.steps.values()) for pick in (min, max))
+        common = 0 if one.missing else common
+        edges = [run.reached(one, steps) for steps in (common, most, one.most_steps)]
+        ahead = sum(count > common for count in one.steps.values()) / one.shape.ranks
+        parts = ((begin, edges[0], 1.0, False), (edges[0], edges[1], ahead, False), (edges[1], edges[2], 1.0, True))
+        here += [
+            {**about, "from": first, "to": stop, "share": share, "again": again}
+            for first, stop, share, again in parts
+            if stop > first
+        ]
+    return {epoch: _joined(pieces) for epoch, pieces in found.items()}
+
+
+def _joined(pieces: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return pieces of one start that follow each other as one: a pass may have been left and continued."""
+    joined: list[dict[str, Any]] = []
+    for piece in pieces:
+        if joined and piece == {**joined[-1], "from": joined[-1]["to"], "to": piece["to"]}:
+            joined[-1] = {**piece, "from": joined[-1]["from"]}
+        else:
+            joined.append(piece)
+    return joined
+
+
+def _lane_pieces(run: Run, one: Generation, about: dict[str, Any], kept: bool) -> Iterator[dict[str, Any]]:
+    """Yield the rows of the sources that a pass consumed, counted over all lanes."""
+    lanes = run.lanes_of(one)
+    begin = lanes.rows_before(one)
+    reached = begin + lanes.rows_of(one, one.kept_steps if kept else 0)
+    made = begin + lanes.rows_of(one, max(one.steps.values()))
+    if reached > begin:
+        yield {**about, "from": begin, "to": reached, "share": 1.0, "again": False}
+    if made > reached:
+        yield {**about, "from": reached, "to": made, "share": 1.0, "again": True}
+
+
+def _pass(run: Run, one: Generation, start: int, kept: bool) -> dict[str, Any]:
+    return {
+        "start": start,
+        "epoch": one.shape.epoch,
+        "from": run.reached(one, 0),
+        "to": run.reached(one, one.most_steps),
+        "ranks": one.shape.ranks,
+        "batch": one.shape.global_batch,
+        "workers": one.workers,
+        "began": one.times[0],
+        "last": one.times[1],
+        "how": one.how,
+        "kept": kept,
+        "missing": len(one.missing),
+    }
+
 
 _NUMBERS = "/*numbers*/null"
 _LIVE = "/*live*/false"

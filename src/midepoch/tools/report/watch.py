@@ -22,7 +22,7 @@ from types import TracebackType
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
-from midepoch._internal.jsonable import to_jsonable
+from midepoch._internal.values import to_jsonable
 from midepoch.errors import MidepochError
 from midepoch.tools.report.page import render
 

@@ -1,18 +1,104 @@
-"""``midepoch bench``: measurements of this data on this machine."""
+"""``midepoch doctor``, ``demo``, ``index`` and ``bench``: this machine, and some data on it."""
 
 from __future__ import annotations
 
+import time
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.table import Table
 
 from midepoch.cli import common
-from midepoch.cli.data import DATA, Config, Format, Made, Split, Storage, made_by, open_data
+from midepoch.cli.data import DATA, Config, Data, Format, Made, Split, Storage, made_by, open_data
 
 if TYPE_CHECKING:
     from midepoch.tools.bench import Advice, Limit, Trial
+
+
+_COLOURS = {"good": "green", "mind": "yellow", "bad": "red"}
+
+
+def doctor(as_json: common.AsJson = False) -> None:
+    """Check versions, limits on files and memory, caches, and settings that often go wrong.
+
+    Exits with 1 if something will not work.
+
+    [bold]midepoch doctor[/]
+
+    [bold]midepoch doctor --json > machine.json[/]
+    """
+    from midepoch.tools.doctor import examine
+
+    findings = examine()
+    if as_json:
+        common.print_json([asdict(one) for one in findings])
+    else:
+        table = Table("", "what", "found", "what to do")
+        for one in findings:
+            table.add_row(common.styled(one.verdict, _COLOURS[one.verdict]), one.what, one.found, one.remedy)
+        common.console.print(table)
+    if any(one.verdict == "bad" for one in findings):
+        raise typer.Exit(1)
+
+
+def demo(
+    keep: Annotated[Path | None, typer.Option(help="Use and keep this folder instead of a temporary one.")] = None,
+) -> None:
+    """Train a small model, kill it in mid-epoch, resume with other workers, and prove that nothing was lost.
+
+    Requires torch and datasets: pip install "midepoch\\[torch,hf,cli]".
+
+    [bold]midepoch demo[/]
+    """
+    from midepoch.demo.__main__ import run
+
+    if not run(keep):
+        raise typer.Exit(1)
+
+
+def index(
+    data: Data,
+    split: Split = None,
+    config: Config = None,
+    force: Annotated[bool, typer.Option(help="Recreate the index if there is one.")] = False,
+    index_dir: Annotated[str | None, typer.Option(help="Folder of the indexes. [default: $MIDEPOCH_CACHE]")] = None,
+    storage: Storage = None,
+    format: Format = None,
+    as_json: common.AsJson = False,
+) -> None:
+    """Create the index of some data, with progress, or check the existing one.
+
+    Exits with 1 if it cannot be saved.
+
+    [bold]midepoch index s3://bucket/lake/[/]
+
+    [bold]midepoch index 'data/*.arrow' --force[/]
+    """
+    from midepoch.sources.index import default_index_dir
+
+    began = time.monotonic()
+    options = {} if index_dir is None else {"index_dir": index_dir}
+    ds = open_data(data, split, config, storage, format, force_reindex=force, **options)
+    source = ds.pipeline.source
+    found: dict[str, Any] = {
+        "files": len(source.files),
+        "blocks": len(source.layout.block_starts) - 1,
+        "rows": source.rows,
+        "fingerprint": source.fingerprint,
+        "index_dir": str(index_dir or default_index_dir()),
+        "saved": all(one.path is not None for one in source.indexes),
+        "seconds": round(time.monotonic() - began, 3),
+    }
+    if as_json:
+        common.print_json(found)
+    else:
+        counts = ", ".join(common.counted(found[f"{noun}s"], noun) for noun in ("file", "block", "row"))
+        saved = "indexed in" if found["saved"] else "the index could not be saved in"
+        common.console.print(f"{counts}; {saved} {found['index_dir']} ({found['seconds']:.1f} s)")
+    if not found["saved"]:
+        raise typer.Exit(1)
 
 
 def bench(
