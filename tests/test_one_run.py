@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,39 @@ def test_leases_of_several_ranks_with_excluded_rows(world: int) -> None:
         loader.load_state_dict(json.loads(json.dumps(states)))
         seen += rest_of(loader)
     assert sorted(seen) == [row for row in range(100) if row % 5]
+
+
+@pytest.mark.parametrize("leased", [False, True])
+@pytest.mark.parametrize("edited", ["before", "after"])
+def test_ranks_that_leave_a_pass_before_its_last_step_continue_with_the_same_rows(edited: str, leased: bool) -> None:
+    """A rank with nothing left is in the next epoch. What is left is dealt to the others as before, after excluded rows, too."""
+    for excluded, begun, world in ((1, 0, 4), (2, 3, 4), (3, 5, 3), (5, 1, 2)):
+        first = data(0, 40).loader(1, last_batch="uneven")
+        seen = [row for batch in islice(first, begun) for row in ids(batch)]
+        gone = [row for row in range(40) if row not in seen][::7][:excluded]
+        loaders = [data(0, 40).loader(1, rank=rank, world_size=world, last_batch="uneven") for rank in range(world)]
+        steps = (40 - len(seen) - (excluded if edited == "before" else 0)) // world
+        for loader in loaders:
+            loader.load_state_dict(first.state_dict())
+            if edited == "before":
+                loader.exclude(rows=gone)
+        for batches in map(iter, loaders):
+            seen += [row for batch in islice(batches, steps) for row in ids(batch)]
+            batches.close()
+        for loader in loaders:
+            if edited == "after":
+                loader.exclude(rows=gone)
+            if loader.epoch:
+                continue
+            if leased:
+                with loader.lease() as items:
+                    for lease in items:
+                        seen += ids(lease.batch)
+                        lease.ack()
+            else:
+                seen += rest_of(loader)
+        left_out = {row for row in gone if row not in seen}
+        assert sorted([*seen, *left_out]) == list(range(40)), (excluded, begun, world)
 
 
 @pytest.mark.parametrize("excluded", [True, False], ids=["excluded", "acknowledged"])

@@ -138,6 +138,11 @@ class StepPlan(Protocol):
 class Plan:
     """Global batches of rows. Its numbers ``start`` and ``end`` count the positions that remain, without ``done``.
 
+    Of every step, the first position goes to rank 0, the second to rank 1. So the rest of an epoch is dealt in the same
+    way by a plan that begins at any of its steps, also if rows before it were excluded: a rank that has nothing left in
+    one plan has nothing left in the other. For that, ``start`` is a multiple of the ranks, and positions before the
+    first that is delivered count as done.
+
     ``lane``: the cursor at which it begins. ``first_step``: steps of the run before it. ``padded``: the last batch is
     as large as the others, with padding after the end of the epoch. ``sizes``: the global batch sizes by step, if they
     change. Methods that return positions or cursors return those of the epoch.
@@ -161,6 +166,8 @@ class Plan:
     ) -> Plan:
         """Return the plan of ``rows`` rows from a cursor on, in batches of ``size`` for each rank."""
         start, left, done = done.left(cursor.lane.taken, rows)
+        if aside := start % ranks:
+            start, left, done = start - aside, left - aside, Intervals.of(start - aside, start).union(done)
         begin, ends = (cursor.epoch, cursor.lane, cursor.steps, start), last_batch == "pad"
         if isinstance(size, int):
             batch = size * ranks

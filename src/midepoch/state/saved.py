@@ -87,7 +87,7 @@ def position_of_all(states: Sequence[Saved], spec: PipelineSpec) -> Cursor:
         return Cursor.at_row(chosen.epoch, lane, chosen.steps, chosen.first)
     epoch = _epoch_of_leases(states)
     there = {rank: one for rank, one in enumerate(states) if one["epoch"] == epoch}
-    turns = {rank: one.cursor.lane.taken if one.leased is None else one.leased.turn for rank, one in there.items()}
+    turns = {rank: _turn(one, spec, len(states)) for rank, one in there.items()}
     last = min(there, key=lambda rank: (turns[rank], there[rank].cursor.position))
     base, first = there[last].cursor, turns[last]
     lane, end_of_units = base.lane, states[0]["rows"]
@@ -108,6 +108,15 @@ def position_of_all(states: Sequence[Saved], spec: PipelineSpec) -> Cursor:
     if states[0]["budget"]:
         lane = replace(lane, at=window_at(lane))
     return Cursor.at_row(epoch, replace(lane, ahead=ahead), steps, base.first)
+
+
+def _turn(state: Saved, spec: PipelineSpec, ranks: int) -> int:
+    """Return the number of the first unit that a rank has not acknowledged, as its plan counts them."""
+    if state.leased is not None:
+        return state.leased.turn
+    lane = state.cursor.lane
+    first = lane.taken if state["budget"] else spec.undelivered(state["epoch"], lane).after(lane.taken)
+    return first if state["budget"] else first - first % ranks
 
 
 def _epoch_of_leases(states: Sequence[Saved]) -> int:

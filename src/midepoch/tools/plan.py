@@ -332,7 +332,7 @@ def _plan(known: KnownState, options: Options, ranks: int, steps: int, machines:
         batches=tuple(batches),
         machines=tuple(readings),
         notes=tuple(notes),
-        excluded=plan.done.count(position, known.rows) + plan.start - position,
+        excluded=plan.done.count(plan.first_position(0), known.rows) + plan.first_position(0) - position,
     )
 
 
