@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.orc as orc
 import pyarrow.parquet as pq
 import pytest
 from PIL import Image
@@ -100,6 +101,7 @@ SOURCES: dict[str, Entry] = {
         midepoch.from_files,
         by_id,
     ),
+    "orc": Entry(in_parts(lambda path, ids: orc.write_table(table(ids), path), ".orc"), midepoch.from_files, by_id),
     "csv": Entry(
         in_parts(
             lambda path, ids: path.write_text("id,text\n" + "".join(f"{i},row {i}\n" for i in ids)) and None, ".csv"

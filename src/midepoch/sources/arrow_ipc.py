@@ -35,12 +35,11 @@ from midepoch.sources.arrow_messages import (
     read_footer,
     whole_message,
 )
+from midepoch.sources.fingerprints import sample_buffers
 
 _log = logging.getLogger("midepoch")
 _FEATHER_V1 = b"FEA1"
 _FILE_START = 8
-_SAMPLED_BLOCKS = 64
-_SAMPLE = 256
 _ZEROS_READ = 1 << 20
 
 Chains = tuple[tuple[tuple[int, ...], ...], ...]
@@ -99,11 +98,9 @@ class _Scanning:
             self._messages.append(message)
 
     def finish(self, read: Read, digest: hashlib.blake2b, length: int) -> FileScan:
-        """Return the scan. Its fingerprint covers the headers in ``digest``, the length of all messages and some
-        values.
-        """
+        """Return the scan. ``digest`` covers the headers, and thereby the length of every buffer."""
         digest.update(f"{length}".encode())
-        _sample(read, self._messages, digest)
+        sample_buffers(digest, read, self._messages)
         self.scan.fingerprint = digest.hexdigest()
         self.scan.dictionaries = tuple(tuple(map(tuple, versions)) for versions in self._versions.values())
         return self.scan
@@ -262,23 +259,6 @@ def _check_after(read: Read, at: int, size: int) -> None:
     for start in range(at, size, _ZEROS_READ):
         if any(read(min(_ZEROS_READ, size - start), start)):
             raise struct.error("there is data after the end of the stream, as if files had been concatenated")
-
-
-def _sample(read: Read, messages: list[Message], digest: hashlib.blake2b) -> None:
-    """Hash bytes from the start, middle and end of every buffer of up to 64 blocks spread over the file.
-
-    The digest already covers all headers, and thereby the length of every buffer. The sample detects changes of values
-    that keep all lengths. More blocks would cost minutes of random reads for a large file.
-    """
-    step = max(1, -(-len(messages) // _SAMPLED_BLOCKS))
-    for message in [*messages[::step], *messages[-1:]]:
-        for offset, length in message.buffers:
-            first, last = message.body + offset, message.body + offset + length
-            if length <= 3 * _SAMPLE:
-                digest.update(read(length, first))
-                continue
-            for at in (first, first + length // 2, last - _SAMPLE):
-                digest.update(read(_SAMPLE, at))
 
 
 def _first_message(path: str, head: bytes, size: int) -> int:

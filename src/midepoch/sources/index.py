@@ -32,8 +32,10 @@ from midepoch.sources.storage import atomic_write, locked
 
 Int64Array = npt.NDArray[np.int64]
 
-VERSION = 6
-"""Increase it when the layout of an index or of the footers of a format changes: older indexes are built again."""
+VERSION = 7
+"""Increase it when the layout of an index or of the footers of a format changes, or the rule of fingerprints: older
+indexes are built again.
+"""
 MAPPED = "mapped"
 _log = logging.getLogger("midepoch")
 

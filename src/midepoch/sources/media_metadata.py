@@ -59,7 +59,7 @@ def described_rows(
     parts = [files.resolved(entry, table, list(columns)) for entry, table in zip(described, tables, strict=True)]
     table = pa.concat_tables(part for part, _ in parts)
     table = table.rename_columns(delivered)
-    hash_files(digest, files.used, files.names)
+    hash_files(digest, store, files.used, files.names, skip_damage)
     files.report()
     features: dict[str, Any] = {}
     for name, column in columns.items():

@@ -1,4 +1,4 @@
-"""Rows of images, sounds and videos: their labels or metadata, and their groups. None of these files is opened."""
+"""Rows of images, sounds and videos: their labels or metadata, and their groups. Few of these files are opened."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -14,6 +15,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from midepoch.errors import FormatError
+from midepoch.sources.fingerprints import fingerprint, spaced
 from midepoch.sources.folders import Listing, is_metadata
 from midepoch.sources.formats import Scanned
 from midepoch.sources.formats.media import FILE, LOCATED, SKIP
@@ -30,7 +32,7 @@ _FEATURES = {"image": "Image", "audio": "Audio", "video": "Video"}
 class MediaTable:
     """All rows. Files are structs of type ``LOCATED``. ``sizes``: the bytes of the files of each row.
 
-    ``digest`` identifies the rows by the names and sizes of their files, their labels and their metadata.
+    ``digest`` identifies the rows by their files (``hash_files``), their labels and their metadata.
     """
 
     table: pa.Table
@@ -55,7 +57,7 @@ def scan_media(store: Store, listing: Listing, kind: str, *, skip_damage: bool) 
 
         rows = described_rows(store, listing, described, kind, skip_damage=skip_damage)
     else:
-        rows = _labelled(listing, kind)
+        rows = _labelled(store, listing, kind, skip_damage)
     if len(rows.sizes) and rows.sizes.max() > _LARGEST:
         row = int(rows.sizes.argmax())
         raise FormatError(
@@ -72,7 +74,7 @@ def _check_name(path: str) -> None:
         raise FormatError(f"{path!r}: the name of the file is not UTF-8. Rename it.") from None
 
 
-def _labelled(listing: Listing, kind: str) -> MediaTable:
+def _labelled(store: Store, listing: Listing, kind: str, skip_damage: bool) -> MediaTable:
     """Return a row for each file, labelled by its folder if there are several folders, all of the same depth."""
     folders = [entry.path.rpartition("/")[0].rpartition("/")[2] for entry in listing.files]
     names = sorted(set(folders)) if len({name.count("/") for name in listing.names}) == 1 else []
@@ -84,7 +86,7 @@ def _labelled(listing: Listing, kind: str) -> MediaTable:
         features["label"] = {"names": names, "_type": "ClassLabel"}
     sizes = np.array([entry.size for entry in listing.files], np.int64)
     digest = hashlib.blake2b(json.dumps(features).encode(), digest_size=16)
-    hash_files(digest, listing.files, listing.names)
+    hash_files(digest, store, listing.files, listing.names, skip_damage)
     return MediaTable(pa.table(columns), sizes, digest.hexdigest(), features)
 
 
@@ -96,10 +98,22 @@ def located(files: Sequence[Entry], names: Sequence[str]) -> pa.StructArray:
     return pa.StructArray.from_arrays(arrays, fields=list(LOCATED))
 
 
-def hash_files(digest: Any, files: Sequence[Entry], names: Sequence[str]) -> None:
-    """Add the names and sizes of files to a hash."""
+def hash_files(digest: Any, store: Store, files: Sequence[Entry], names: Sequence[str], skip_damage: bool) -> None:
+    """Add the names and sizes of files to a hash, and the fingerprints of some of them."""
     rows = [f"{name}\0{entry.size}\0" for name, entry in zip(names, files, strict=True)]
     digest.update("".join(rows).encode())
+    for entry in [files[number] for number in spaced(len(files) - 1)] if files else ():
+        digest.update(store.persist(entry.path, "indexed", partial(_sampled, store, entry, skip_damage)).encode())
+
+
+def _sampled(store: Store, entry: Entry, skip_damage: bool) -> str:
+    try:
+        with store.open(entry) as file:
+            return fingerprint(b"", file.read_at, file.size)
+    except PermissionError:
+        if not skip_damage:
+            raise
+        return ""
 
 
 def _grouped(rows: MediaTable, skip_damage: bool) -> Scanned:

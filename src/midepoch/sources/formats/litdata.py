@@ -7,7 +7,6 @@ chunk. Chunks of tokens (``TokensLoader``) are one stream of numbers.
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Sequence
 from typing import Any
@@ -15,13 +14,13 @@ from typing import Any
 import pyarrow as pa
 
 from midepoch.errors import DataNotFoundError, FormatError
+from midepoch.sources.fingerprints import BEGINNING, fingerprint
 from midepoch.sources.formats.base import Block, Member, NoStatistics, Scanned
 from midepoch.sources.formats.litdata_chunks import ARROW_MAGIC, FRAMED_MAGIC, ArrowChunk, FramedChunk, LitdataChunk
 from midepoch.sources.manifests import files_beside, inside, read_manifest
 from midepoch.sources.stores import Entry, Store
 
 _TOKENS = "TokensLoader"
-_PROBE = 8 << 10
 
 
 class LitDataFormat(NoStatistics):
@@ -41,10 +40,9 @@ class LitDataFormat(NoStatistics):
     def scan_member(self, store: Store, member: Member) -> Scanned:
         about, name = member.about, store.name(member.entry.path)
         described = {key: about[key] for key in ("leaves", "spec", "samples", "dim", "bytes", "block")}
-        digest = hashlib.blake2b(json.dumps(described, sort_keys=True).encode(), digest_size=16)
         with store.open(member.entry) as file:
             chunk = LitdataChunk(file, about, name)
-            head = chunk.read_beginning(4 * (about["samples"] + 2) + _PROBE)
+            head = chunk.read_beginning(4 * (about["samples"] + 2) + BEGINNING)
             framed = head.startswith(FRAMED_MAGIC)
             if framed != (about["level"] == "batch"):
                 raise FormatError(f"{name}: its first bytes do not match its index.json. Copy or download it again.")
@@ -52,12 +50,12 @@ class LitDataFormat(NoStatistics):
                 found = FramedChunk(chunk).scanned(head)
             elif chunk.ends_with(ARROW_MAGIC):
                 found = ArrowChunk(chunk).scanned()
-                digest.update(found.fingerprint.encode())
+                described["arrow"] = found.fingerprint
             else:
                 found = chunk.scanned(head)
             found.etag = file.etag
-        digest.update(head)
-        found.fingerprint = digest.hexdigest()
+            identity = json.dumps(described, sort_keys=True).encode() + head
+            found.fingerprint = fingerprint(identity, file.read_at, 0 if about["packed"] else file.size)
         return found
 
     def decode(self, store: Store, block: Block, schema: pa.Schema, columns: Sequence[str]) -> pa.Table:  # noqa: ARG002
@@ -95,6 +93,7 @@ def _members(store: Store, manifest: Entry, block_size: int | None) -> list[Memb
         files: list[tuple[str, str | None]] = [(inside(store, manifest, plain), None)]
         if packed and codec is not None:
             files.append((inside(store, manifest, filename), codec.partition(":")[0]))
+        about["packed"] = packed
         described.append((about, files))
         paths += [path for path, _ in files]
     present = files_beside(store, manifest, paths)

@@ -7,7 +7,6 @@ the shard. The offsets are kept with the index.
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Sequence
 from typing import Any
@@ -16,6 +15,7 @@ import numpy as np
 import pyarrow as pa
 
 from midepoch.errors import DataNotFoundError, FormatError
+from midepoch.sources.fingerprints import BEGINNING, fingerprint
 from midepoch.sources.formats import mds_text
 from midepoch.sources.formats.base import Block, Member, NoStatistics, Scanned
 from midepoch.sources.formats.mds_encodings import Encoding, encoding_of
@@ -33,9 +33,9 @@ from midepoch.sources.manifests import files_beside, inside, read_manifest
 from midepoch.sources.stores import Entry, Store
 
 _VERSION = 2
-_PROBE = 8 << 10
-"""Bytes after the header of a shard that its fingerprint includes."""
 _COMPRESSED_BLOCK = 256 << 20
+_PROBE = 8 << 10
+"""Bytes that are read after the header of a plain shard."""
 
 
 class MdsFormat(NoStatistics):
@@ -54,26 +54,26 @@ class MdsFormat(NoStatistics):
         table = 4 * (samples + 2)
         lines = None if text is None else _line_offsets(store, about)
         with store.open(entry) as file:
-            head = beginning(file, shard, (table if lines is None else 0) + 2 * _PROBE, name)
+            probe = BEGINNING if about["packed"] else _PROBE
+            head = beginning(file, shard, (table if lines is None else 0) + 2 * probe, name)
             offsets = offsets_in(head, samples, name) if lines is None else lines
             if offsets[-1] != shard.size:
                 raise damaged_offset(name, samples - 1)
-            probe = int(offsets[0]) + _PROBE
+            probe += int(offsets[0])
             open_types = text is None and any(encoding_of(each).kind is None for each in about["encodings"])
             whole = int(offsets[min(1, samples)]) if open_types else 0
             if len(head) < min(max(probe, whole), shard.size):
                 head = beginning(file, shard, max(probe, whole), name)
             schema = _schema(name, about, offsets, head) if text is None else mds_text.schema_of(about)
-            found = Scanned(schema, etag=file.etag)
+            described = {key: about[key] for key in ("names", "encodings", "samples", "bytes", "hashes", "packed")}
+            identity = json.dumps(described, sort_keys=True).encode() + head[:probe]
+            size = 0 if about["packed"] else file.size
+            found = Scanned(schema, etag=file.etag, fingerprint=fingerprint(identity, file.read_at, size))
         if samples:
             found.offsets = cut(offsets) if shard.codec is None else cut(offsets, _COMPRESSED_BLOCK)
             found.rows = np.diff([*found.offsets, samples]).tolist()
             found.stop = samples
         found.decoded_bytes = float(shard.size)
-        described = {key: about[key] for key in ("names", "encodings", "samples", "bytes", "hashes")}
-        digest = hashlib.blake2b(json.dumps(described, sort_keys=True).encode(), digest_size=16)
-        digest.update(head[:probe])
-        found.fingerprint = digest.hexdigest()
         kept = {key: about.get(key) for key in ("names", "encodings", "sizes", "samples", "bytes", "codec", "text")}
         kept["kinds"] = [str(kind) for kind in schema.types]
         found.footer = packed_footer(kept, offsets)
@@ -145,7 +145,9 @@ def _about(
     form, raw = shard["format"], shard["raw_data"]
     if form not in ("mds", *mds_text.FORMATS):
         raise ValueError(f"the format {form!r} is not one of mds, {', '.join(mds_text.FORMATS)}")
+    packed = shard.get("zip_data")
     about = {"samples": int(shard["samples"]), "bytes": int(raw["bytes"]), "hashes": raw.get("hashes") or {}}
+    about["packed"] = int(packed["bytes"]) if packed else None
     files = _candidates(store, manifest, shard, "data")
     if form != "mds":
         about |= {**mds_text.described(shard), "meta": int(shard["raw_meta"]["bytes"])}

@@ -17,8 +17,8 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from midepoch.errors import DataNotFoundError, FormatError
+from midepoch.sources.fingerprints import fingerprint
 from midepoch.sources.formats.base import Block, NoStatistics, Scanned
-from midepoch.sources.formats.sampled import fingerprint
 from midepoch.sources.stores import Entry, OpenFile, Store
 
 COLUMN, LENGTHS, MODES = "input_ids", "sequence_lengths", "modes"
@@ -114,12 +114,12 @@ class MegatronFormat(NoStatistics):
         if entry.path.endswith(".idx"):
             with store.open(entry) as file:
                 header = _header(store.name(entry.path), file)
-                return Scanned(header.schema, etag=file.etag, fingerprint=fingerprint(file, "idx"))
+                return Scanned(header.schema, etag=file.etag, fingerprint=fingerprint(b"idx", file.read_at, file.size))
         index = index_of(store, entry)
         with store.open(index) as file:
             header, etag = _header(store.name(index.path), file), file.etag
         with store.open(entry) as file:
-            found = Scanned(header.schema, etag=file.etag, fingerprint=fingerprint(file, "bin"))
+            found = Scanned(header.schema, etag=file.etag, fingerprint=fingerprint(b"bin", file.read_at, file.size))
         mean = max(1, entry.size // max(1, header.documents))
         step = max(1, min(_MOST_ROWS, BLOCK_BYTES // mean))
         found.offsets = list(range(0, header.documents, step))

@@ -6,7 +6,6 @@ contains it, and the columns with nulls: https://orc.apache.org/specification/OR
 
 from __future__ import annotations
 
-import hashlib
 import zlib
 from collections.abc import Iterator, Sequence
 
@@ -15,6 +14,7 @@ import pyarrow.orc as po
 
 from midepoch.errors import FormatError
 from midepoch.sources.damage import is_damage
+from midepoch.sources.fingerprints import fingerprint
 from midepoch.sources.formats.base import Block, NoStatistics, Scanned
 from midepoch.sources.stores import Entry, OpenFile, Store
 
@@ -39,7 +39,7 @@ class OrcFormat(NoStatistics):
                 if (isinstance(problem, OSError) and not store.local) or not is_damage(problem):
                     raise
                 raise FormatError(f"{name}: not a complete ORC file: {problem}. Copy or download it again.") from None
-            found = Scanned(schema, etag=file.etag)
+            found = Scanned(schema, etag=file.etag, fingerprint=fingerprint(footer or tail, file.read_at, size))
         if len(counts) != stripes or sum(counts) != rows:
             raise FormatError(f"{name}: its stripes have {sum(counts)} rows, its footer says {rows}: it is damaged.")
         found.decoded_bytes = 3.0 * size
@@ -49,7 +49,6 @@ class OrcFormat(NoStatistics):
             found.nullable = {(each,) for each in schema.names} if footer is None else _nullable(footer, schema, rows)
         except (IndexError, ValueError) as problem:
             raise FormatError(f"{name}: its ORC footer cannot be read: {problem}. Copy or download it again.") from None
-        found.fingerprint = hashlib.blake2b((footer or tail) + str(size).encode(), digest_size=16).hexdigest()
         return found
 
     def decode(self, store: Store, block: Block, schema: pa.Schema, columns: Sequence[str]) -> pa.Table:  # noqa: ARG002

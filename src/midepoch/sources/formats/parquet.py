@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import struct
 from collections.abc import Sequence
 from functools import lru_cache
@@ -13,6 +12,7 @@ import pyarrow.parquet as pq
 
 from midepoch.errors import FormatError
 from midepoch.sources.dictionaries import has_large_text, large_text, plain_type
+from midepoch.sources.fingerprints import fingerprint
 from midepoch.sources.formats.base import Block, Scanned
 from midepoch.sources.formats.parquet_chunks import BINARY, Chunks, LeafColumn, column_chunks, columns, sound
 from midepoch.sources.formats.parquet_nulls import NullLeaf, all_paths, leaves, null_paths
@@ -31,10 +31,6 @@ _BATCH_BYTES = 256 << 20
 _NOT_UNDERSTOOD = (ValueError, IndexError, KeyError)
 
 
-_SAMPLE = 32 << 10
-"""Number of bytes from the middle of a file, and before its footer, in its fingerprint."""
-
-
 class ParquetFormat:
     """Format whose blocks are row groups, with statistics that can exclude them from a filter.
 
@@ -49,9 +45,7 @@ class ParquetFormat:
         with store.open(entry) as file:
             etag, size = file.etag, file.size
             footer = _read_footer(name, file, size)
-            sample = file.read_at(min(_SAMPLE, size), size // 2) + file.read_at(
-                min(_SAMPLE, size), max(0, size - 8 - len(footer) - _SAMPLE)
-            )
+            identity = fingerprint(footer, file.read_at, size)
         metadata = _parsed(name, footer)
         about = _described(name, footer)
         found = Scanned(
@@ -68,7 +62,7 @@ class ParquetFormat:
         understood = len(about.chunks) == metadata.num_row_groups
         found.nullable = null_paths(footer, about.leaves, about.chunks) if understood else all_paths(about.leaves)
         found.decoded_bytes = float(sum(metadata.row_group(i).total_byte_size for i in range(metadata.num_row_groups)))
-        found.fingerprint = hashlib.blake2b(footer + sample + struct.pack("<q", size), digest_size=16).hexdigest()
+        found.fingerprint = identity
         return found
 
     def decode(self, store: Store, block: Block, schema: pa.Schema, columns: Sequence[str]) -> pa.Table:

@@ -17,8 +17,8 @@ import numpy as np
 import pyarrow as pa
 
 from midepoch.errors import FormatError
+from midepoch.sources.fingerprints import fingerprint
 from midepoch.sources.formats.base import Block, NoStatistics, Scanned
-from midepoch.sources.formats.sampled import fingerprint
 from midepoch.sources.stores import Entry, Store
 
 COLUMN = "input_ids"
@@ -42,7 +42,7 @@ class TokensFormat(NoStatistics):
         with store.open(entry) as file:
             dtype, start, stop = _layout(name, file.read_at, file.size, self._dtype)
             found = Scanned(_schema(dtype, self._length), etag=file.etag)
-            found.fingerprint = fingerprint(file, f"{dtype} {self._length}")
+            found.fingerprint = fingerprint(f"{dtype} {self._length}".encode(), file.read_at, file.size)
         row = self._length * dtype.itemsize
         rows = (stop - start) // row
         step = max(1, BLOCK_BYTES // row)

@@ -15,6 +15,7 @@ import pyarrow.types as pt
 
 from midepoch._internal.progress import Progress
 from midepoch.errors import DataNotFoundError, FormatError
+from midepoch.sources.fingerprints import fingerprint
 from midepoch.sources.formats import Scanned
 from midepoch.sources.formats.inferred import nulls
 from midepoch.sources.formats.lance_rows import lance_package, lance_table, plain_field, reader_options, refusals
@@ -27,8 +28,6 @@ _MANIFEST = re.compile(r"(\d+)\.manifest")
 _LARGEST = (1 << 64) - 1
 _BLOCK_BYTES = 8 << 20
 _MOST_ROWS = 1 << 16
-_SAMPLE = 32 << 10
-"""Number of bytes from the middle and from the end of a file, in its fingerprint."""
 _NULLS = re.compile(r"\bRepdef(\w+)|\b(NoNulls|SomeNulls|AllNulls)\b|has_validity: (\w+)")
 _NONE = {"AllValidItem", "AllValidList", "EmptyableList", "NoNulls", "false"}
 """Descriptions of pages without nulls."""
@@ -158,8 +157,7 @@ def _deletions(store: Store, path: str, fragment: Any) -> Iterator[Entry]:
 
 def _sample(store: Store, entry: Entry) -> bytes:
     with store.open(entry) as file:
-        middle = file.read_at(min(_SAMPLE, file.size), file.size // 2)
-        return middle + file.read_at(min(_SAMPLE, file.size), max(0, file.size - _SAMPLE)) + str(file.size).encode()
+        return fingerprint(b"", file.read_at, file.size).encode()
 
 
 def _nullable(
