@@ -5,6 +5,7 @@ from __future__ import annotations
 import decimal
 import errno
 import os
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -26,6 +27,8 @@ from midepoch.read import Reader
 from midepoch.sources import Source
 from midepoch.sources.index import open_index
 
+PAUSE = 0.0004
+"""Seconds between two checks of one mapped file."""
 small = st.integers(-100, 100)
 VALUES: dict[pa.DataType, st.SearchStrategy[Any]] = {
     pa.int8(): small,
@@ -165,13 +168,10 @@ def test_mappings_are_bounded(make_files: Callable[..., list[str]], monkeypatch:
 
 
 @pytest.mark.parametrize("damage", ["truncated", "rewritten"])
-def test_a_file_changed_in_place_is_noticed_before_it_is_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: str
-) -> None:
+def test_a_file_changed_in_place_is_noticed_before_it_is_read(tmp_path: Path, damage: str) -> None:
     """Reading a page that is no longer in the file is a fatal signal: sizes are compared first."""
     path = tmp_path / "a.arrow"
     write_arrow(path, numbered(10_000, 30_000), 1000)
-    monkeypatch.setattr("midepoch.read.blocks._CHECK_SECONDS", 0.0)
     reader = reader_of(path)
     assert reader.read(np.array([19_999, 3, 7])).batch.column("id").to_pylist() == [29_999, 10_003, 10_007]
     before = path.read_bytes()
@@ -183,14 +183,36 @@ def test_a_file_changed_in_place_is_noticed_before_it_is_read(
         assert len(other) == len(before)
         with path.open("r+b") as file:
             file.write(other)
+    time.sleep(100 * PAUSE)
     with pytest.raises(DataChangedError, match="a.arrow"):
         reader.read(np.array([19_998, 3, 7]))
 
 
-def test_a_file_replaced_by_renaming_is_read_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("columns", [["id"], ["id", "tokens"], ["id", "text"]])
+@pytest.mark.parametrize("shuffled", [False, True])
+@pytest.mark.parametrize("restore_time", [False, True])
+def test_no_row_of_a_file_rewritten_during_an_epoch_is_delivered(
+    tmp_path: Path, columns: list[str], shuffled: bool, restore_time: bool
+) -> None:
+    path = write_arrow(tmp_path / "a.arrow", numbered(10_000, 30_000).select(columns), 100)
+    other = write_arrow(tmp_path / "b.arrow", numbered(30_000, 50_000).select(columns), 100).read_bytes()
+    ds = midepoch.from_files(path).with_format("numpy")
+    rows = iter((ds.shuffle(seed=1) if shuffled else ds).loader(50))
+    assert next(rows)["id"].max() < 30_000
+    stat = path.stat()
+    assert len(other) == stat.st_size
+    with path.open("r+b") as file:
+        file.write(other)
+    if restore_time:
+        os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    time.sleep(100 * PAUSE)
+    with pytest.raises(DataChangedError, match="a.arrow has changed since it was indexed"):
+        next(rows)
+
+
+def test_a_file_replaced_by_renaming_is_read_as_it_was(tmp_path: Path) -> None:
     path = tmp_path / "a.arrow"
     write_arrow(path, numbered(0, 100), 10)
-    monkeypatch.setattr("midepoch.read.blocks._CHECK_SECONDS", 0.0)
     reader = reader_of(path)
     reader.read(np.array([0, 50]))
     write_arrow(tmp_path / "b.arrow", numbered(500, 520), 10)

@@ -192,10 +192,9 @@ class BatchMaker:
 
         ``allocate``: where to assemble the columns that functions return.
         """
+        self._engine.check()  # rows may be views of mapped files; 0.5 µs
         if read.located is not None:
             located, start, stop = read.located
-            if not read.step % 8:  # a microsecond, if a small batch takes 50
-                self._engine.check()
             columns = {name: column.array(start, stop) for name, column in located.items()}
             if read.genuine is not None:
                 columns[PADDING] = np.arange(stop - start) >= read.genuine

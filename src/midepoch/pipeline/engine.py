@@ -214,7 +214,7 @@ class Engine:
         return located and {name: located[source_name] for name, source_name in self.leaf.head.items()}
 
     def check(self) -> None:
-        """Check, at most once a second, that mapped files have not changed, before located rows are copied."""
+        """Raise DataChangedError if a mapped file was changed after rows were located. Most calls check nothing."""
         if self._reader is not None:
             self._reader.check()
 

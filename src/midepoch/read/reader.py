@@ -111,7 +111,7 @@ class Reader:
                 self._last = None
 
     def check(self) -> None:
-        """Raise DataChangedError if a mapped file was changed. Checks at most once a second."""
+        """Raise DataChangedError if a mapped file was changed. Most calls check nothing."""
         self._blocks.check()
 
     def _blocks_of(self, rows: Int64Array) -> Int64Array:
