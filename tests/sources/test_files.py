@@ -10,6 +10,7 @@ import pytest
 
 import midepoch
 from data import numbered, write_arrow
+from midepoch.errors import FormatError
 from midepoch.sources.files import find_files
 
 
@@ -57,3 +58,27 @@ def test_a_folder_with_several_splits_is_warned_about(tmp_path: Path, caplog: py
     )
     assert f"{warning}{tmp_path}/folders/train" in opened("folders", "a/1.parquet", "test/1.parquet", "train/1.parquet")
     assert not opened("one", "train-0.parquet", "train-1.parquet", "tests.parquet", "validated/0.parquet")
+
+
+@pytest.mark.parametrize(
+    ("names", "noun"),
+    [
+        (("zarr.json", "c/0/0"), "a Zarr store"),
+        (("x/zarr.json", "x/c/0"), "a Zarr store"),
+        ((".zgroup", ".zattrs", "x/.zarray", "x/0.json"), "a Zarr store"),
+        ((".hoodie/hoodie.properties", "2024/a.json"), "a Hudi table"),
+        (("dataset_info.json", "features.json", "a-train.tfrecord-00000-of-00001"), "a TensorFlow dataset"),
+    ],
+)
+def test_folders_of_other_formats_are_refused_by_name(tmp_path: Path, names: tuple[str, ...], noun: str) -> None:
+    """Their JSON files would be rows."""
+    for name in names:
+        path = tmp_path / "data" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text('{"a": 1}')
+    remedy = r"cannot be read in place\. (Open|Write) .*, or list the files one by one"
+    for given in (tmp_path, tmp_path / "data", tmp_path / "data/**/*.json"):
+        with pytest.raises(FormatError, match=rf"data(/x)?,? (is )?{noun}, which {remedy}"):
+            midepoch.from_files(given)
+    files = [tmp_path / "data" / name for name in names if name.endswith(".json")]
+    assert len(midepoch.from_files(files)) == len(files)

@@ -8,10 +8,13 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import pyarrow.fs
+import pyarrow.orc as orc
 import pyarrow.parquet as pq
 import pytest
 
 import midepoch
+from data import write_arrow
+from midepoch.errors import FormatError
 from midepoch.sources.formats import lines
 
 
@@ -40,3 +43,24 @@ def test_a_field_that_a_block_lacks_is_null_there(tmp_path: Path, monkeypatch: p
     assert len({batch["y"].dtype for batch in batches}) == 1
     assert [row["s"] for row in ds][:60] == [None] * 60
     assert batches[0]["s"] is not None and np.isnan(batches[0]["y"]).all()
+
+
+@pytest.mark.parametrize("suffix", [".parquet", ".orc", ".arrow"])
+@pytest.mark.parametrize("inside", [False, True])
+def test_two_columns_of_one_name_are_refused_in_any_file(tmp_path: Path, suffix: str, inside: bool) -> None:
+    """One of them would be lost."""
+    names = ["a", "a"]
+    struct = pa.StructArray.from_arrays([pa.array([1]), pa.array([2])], names=names)
+    tables = [pa.table({"x": [0]}), pa.table([struct], ["x"]) if inside else pa.table([[1], [2]], names)]
+    for number, table in enumerate(tables):
+        path = tmp_path / f"{number}{suffix}"
+        if suffix == ".parquet":
+            pq.write_table(table, path)
+        elif suffix == ".orc":
+            orc.write_table(table, path)
+        else:
+            write_arrow(path, table, 1)
+    name = "x.a" if inside else "a"
+    for paths in (tmp_path, tmp_path / f"1{suffix}"):
+        with pytest.raises(FormatError, match=rf"1{suffix}: several columns are named '{name}'. Rename them"):
+            midepoch.from_files(paths)

@@ -21,7 +21,7 @@ import pyarrow as pa
 
 from midepoch._internal.progress import Progress
 from midepoch.errors import DataNotFoundError, DifferentSchemasError, FormatError
-from midepoch.sources.arrow_ipc import FileScan, scan
+from midepoch.sources.arrow_ipc import FileScan, node_paths, scan
 from midepoch.sources.dictionaries import holds_dictionary, undecodable
 from midepoch.sources.footers import Footers
 from midepoch.sources.indexed_files import IndexedFile as IndexedFile
@@ -197,15 +197,21 @@ def _scanned(skip_damage: bool, path: Path) -> tuple[FileScan, os.stat_result]:
 
 
 def usable(path: object, schema: pa.Schema) -> None:
-    twice = sorted(name for name, count in Counter(schema.names).items() if count > 1)
-    if twice:
-        raise FormatError(f"{path}: several columns are named {', '.join(map(repr, twice))}. Rename them in the file.")
+    """Raise FormatError for columns that cannot be read, or told apart."""
+    check_names(path, schema)
     for column in schema:
         if (inner := undecodable(column.type)) is not None:
             raise FormatError(
                 f"{path}: column {column.name!r} contains dictionary-encoded values inside a {inner}, which cannot be "
                 "read. Write them as plain values."
             )
+
+
+def check_names(path: object, schema: pa.Schema) -> None:
+    """Raise FormatError if two columns, or two fields of a struct, have the same name."""
+    paths = Counter(path for column in schema for path in node_paths(column.name, column.type))
+    if twice := sorted({repr(".".join(path)) for path, count in paths.items() if count > 1}):
+        raise FormatError(f"{path}: several columns are named {', '.join(twice)}. Rename them in the file.")
 
 
 def _same_schema(first: Path, expected: pa.Schema, path: Path, found: pa.Schema) -> None:

@@ -11,6 +11,7 @@ from midepoch.errors import FormatError
 from midepoch.sources.dictionaries import plain_type, with_children
 from midepoch.sources.formats import Scanned
 from midepoch.sources.formats.inferred import widest
+from midepoch.sources.index import check_names
 from midepoch.sources.partitions import Values
 from midepoch.sources.stores import Entry, Store
 
@@ -39,6 +40,7 @@ def _joined(files: Sequence[str], schemas: Sequence[pa.Schema]) -> pa.Schema:
     for i, (file, schema) in enumerate(zip(files, schemas, strict=True)):
         if i and schema.equals(schemas[i - 1]):
             continue
+        check_names(file, schema)
         for field in schema:
             plain = field.with_type(_free(plain_type(field.type)))
             before, where = fields.setdefault(field.name, (plain, file))

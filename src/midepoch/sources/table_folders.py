@@ -1,4 +1,4 @@
-"""Folders of Delta, Iceberg and Lance tables: files that must not be read without their logs, or no longer exist."""
+"""Folders whose files must not be read one by one: tables with logs, Zarr stores, TensorFlow datasets."""
 
 from __future__ import annotations
 
@@ -19,11 +19,28 @@ _MARKS = (
         "from_iceberg",
     ),
 )
+_OTHERS = (
+    (
+        re.compile(r"(.*?)/(?:zarr\.json|\.zarray|\.zgroup)"),
+        "a Zarr store",
+        "Open its arrays with zarr, and pass them to midepoch.from_map_style",
+    ),
+    (re.compile(r"(.*?)/\.hoodie/hoodie\.properties"), "a Hudi table", "Write a snapshot of it as Parquet files"),
+    (
+        re.compile(r"(.*?)/[^/]+\.(?:tfrecord|array_record)-\d{5}-of-\d{5}"),
+        "a TensorFlow dataset",
+        "Open it with tfds.data_source, and pass that to midepoch.from_map_style",
+    ),
+)
+"""Formats that cannot be read, in folders with files (JSON, Parquet) that can be, but are not the data."""
+_SIGNS = re.compile(r"/zarr\.json$|/\.z(?:array|group)$|/\.hoodie/|-of-\d{5}$", re.MULTILINE)
 _VERSION = re.compile(r"\d{20}\.")
 
 
 def refuse_tables(store: Store, folder: str, paths: Sequence[str]) -> None:
-    """Raise FormatError if a folder is a table, contains one or is part of one: its files may hold deleted rows."""
+    """Raise FormatError if a folder is a table, contains one or is part of one: its files may hold deleted rows. So do
+    Hudi tables; the JSON files of Zarr stores and TensorFlow datasets only describe the data.
+    """
     refuse_part(store, folder.rstrip("/"))
     names = "\n".join(paths)
     for text, pattern, noun, function in _MARKS:
@@ -37,6 +54,14 @@ def refuse_tables(store: Store, folder: str, paths: Sequence[str]) -> None:
             which = f"is {article}" if root == folder.rstrip("/") else f"contains {store.name(root)}, {article}"
             opened = store.name(max(marks) if noun.startswith("I") else root)
             raise _refusal(f"{store.name(folder)} {which} {noun}", function, opened)
+    for pattern, noun, remedy in _OTHERS if _SIGNS.search(names) else ():
+        if roots := {match[1] for path in paths if (match := pattern.fullmatch(path)) is not None}:
+            root = min(roots)
+            which = "is" if root == folder.rstrip("/") else f"contains {store.name(root)},"
+            raise FormatError(
+                f"{store.name(folder)} {which} {noun}, which cannot be read in place. {remedy}, or list the files one "
+                "by one to read them as they are."
+            )
 
 
 def _refusal(what: str, function: str, opened: str) -> FormatError:

@@ -31,7 +31,10 @@ class CsvFormat(NoStatistics):
         names, start = _header(store, entry)
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:
-            raise FormatError(f"{store.name(entry.path)}: several columns are named {', '.join(map(repr, twice))}.")
+            raise FormatError(
+                f"{store.name(entry.path)}: several columns are named {', '.join(map(repr, twice))}. "
+                "Rename them in the file."
+            )
         dialect = _CsvRows(names, _delimiter(entry.path))
         found = scan_lines(store, entry, dialect, start=start, skip_damage=skip_damage)
         if not len(found.schema):
