@@ -24,9 +24,19 @@ from pyarrow import orc
 import midepoch
 from data import write_arrow
 from forks import forked
-from midepoch.errors import CorruptBlockError, DataChangedError, FetchError, MapError, MidepochError
+from midepoch.errors import (
+    CheckpointMismatchError,
+    CorruptBlockError,
+    DataChangedError,
+    DataError,
+    FetchError,
+    FormatError,
+    MapError,
+    MidepochError,
+)
 from midepoch.sources.damage import is_damage
 from midepoch.sources.stores import Store
+from midepoch.testing import assert_resumes_exactly
 
 
 def caused(problem: Exception, cause: Exception) -> Exception:
@@ -247,3 +257,87 @@ def test_rows_with_views_are_filtered(kind: pa.DataType, suffix: str, on_error: 
     assert sorted(shuffled, key=lambda row: row["x"]) == expected
     with pytest.raises(midepoch.ColumnError, match="cannot be used"):
         midepoch.from_files(path, on_error=on_error, filters=[("view", "==", "7")])
+
+
+def emptied(data: bytes) -> bytes:
+    return data[:0]
+
+
+def truncated(data: bytes) -> bytes:
+    return data[: len(data) // 2]
+
+
+def flipped(data: bytes) -> bytes:
+    return data[: len(data) // 2] + bytes([data[len(data) // 2] ^ 4]) + data[len(data) // 2 + 1 :]
+
+
+def write_part(path: Path, ids: range) -> None:
+    table = pa.table({"id": list(ids)})
+    if path.suffix == ".parquet":
+        pq.write_table(table, path)
+    elif path.suffix == ".orc":
+        orc.write_table(table, path)
+    elif path.suffix in (".arrow", ".feather"):
+        compression = "zstd" if path.suffix == ".feather" else None
+        write_arrow(path, table, 10, options=pa.ipc.IpcWriteOptions(compression=compression))
+    elif ".csv" in path.name:
+        text = "id\n" + "".join(f"{i}\n" for i in ids)
+        path.write_bytes(gzip.compress(text.encode()) if path.suffix == ".gz" else text.encode())
+    else:
+        path.write_bytes(gzip.compress("".join(f'{{"id": {i}}}\n' for i in ids).encode()))
+
+
+@pytest.mark.parametrize(
+    ("suffix", "damage"),
+    [
+        *((suffix, emptied) for suffix in (".parquet", ".orc", ".arrow", ".feather", ".csv", ".csv.gz")),
+        *((suffix, truncated) for suffix in (".parquet", ".orc")),
+        *((suffix, flipped) for suffix in (".csv.gz", ".jsonl.gz")),
+    ],
+)
+def test_a_file_without_a_readable_row_is_left_out(
+    suffix: str, damage: Callable[[bytes], bytes], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The others are read and resumed. A state is refused when other files are left out."""
+    files = [tmp_path / f"{number}{suffix}" for number in range(3)]
+    for number, file in enumerate(files):
+        write_part(file, range(100 * number, 100 * number + 100))
+    intact = files[0].read_bytes()
+    files[0].write_bytes(damage(intact))  # the first: its columns are unknown
+    with pytest.raises(DataError, match=f"0{suffix}"):
+        midepoch.from_files(tmp_path)
+
+    def opened() -> midepoch.Dataset:
+        return midepoch.from_files(tmp_path, on_error="skip")
+
+    for _ in range(2):  # with and without an index
+        caplog.clear()
+        assert [row["id"] for row in opened()] == list(range(100, 300))
+        assert f"0{suffix} is damaged: all of its rows are left out" in caplog.text
+        assert f"1{suffix}" not in caplog.text
+    assert_resumes_exactly(lambda: opened().shuffle(seed=1).loader(7), epochs=1, steps=[3, 20])
+    state = opened().loader(7).state_dict()
+    files[1].write_bytes(damage(files[1].read_bytes()))
+    with pytest.raises(CheckpointMismatchError, match="data"):
+        opened().loader(7).load_state_dict(state)
+    write_part(files[1], range(100, 200))
+    opened().loader(7).load_state_dict(state)
+    files[0].write_bytes(intact)
+    with pytest.raises(CheckpointMismatchError, match="data"):
+        opened().loader(7).load_state_dict(state)
+    for file in files:
+        file.write_bytes(damage(file.read_bytes()))
+    with pytest.raises(DataError, match=f"0{suffix}"):
+        opened()
+
+
+@pytest.mark.parametrize("on_error", ["raise", "skip"])
+def test_files_that_are_not_damaged_are_not_left_out(on_error: str, tmp_path: Path) -> None:
+    """Columns of one name, and types that no column can have, are mistakes of a program, which are named."""
+    write_part(tmp_path / "0.parquet", range(3))
+    pq.write_table(pa.table([[1], [2]], ["id", "id"]), tmp_path / "1.parquet")
+    with pytest.raises(FormatError, match="several columns are named 'id'"):
+        midepoch.from_files(tmp_path, on_error=on_error)
+    pq.write_table(pa.table({"id": [[1, 2]]}), tmp_path / "1.parquet")
+    with pytest.raises(FormatError, match="the files do not have one schema"):
+        midepoch.from_files(tmp_path, on_error=on_error)

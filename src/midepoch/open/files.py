@@ -24,7 +24,7 @@ from midepoch.sources.disk import saved_files, saved_splits
 from midepoch.sources.files import DataFiles, PathLike, check_path, find_files, paths_of
 from midepoch.sources.filters import Filter, parse_filter
 from midepoch.sources.hub import HubRequest, arrow_files
-from midepoch.sources.index import MAPPED, EncodedError, Index, default_index_dir, open_index
+from midepoch.sources.index import MAPPED, EncodedError, Index, default_index_dir, open_index, warn_of_skipped
 from midepoch.sources.lake import Request, can_be_mapped, open_lake
 from midepoch.sources.names import check_format
 from midepoch.sources.seals import Seal
@@ -218,7 +218,9 @@ def _index(
     folder = None if index_dir is None else local_folder(index_dir, "index_dir")
     skip = on_error == "skip"
     with shown("indexing", "files") as report:
-        return open_index(files, index_dir=folder, force=force, skip_damage=skip, as_mapped=as_mapped, progress=report)
+        index = open_index(files, index_dir=folder, force=force, skip_damage=skip, as_mapped=as_mapped, progress=report)
+    warn_of_skipped(index)
+    return index
 
 
 def check_on_error(on_error: str) -> None:

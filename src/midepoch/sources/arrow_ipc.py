@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from midepoch.errors import FormatError
+from midepoch.errors import DataError, FormatError
 from midepoch.sources.arrow_messages import (
     CONTINUATION,
     DAMAGE,
@@ -35,6 +35,7 @@ from midepoch.sources.arrow_messages import (
     read_footer,
     whole_message,
 )
+from midepoch.sources.damage import DamageError, unreadable
 from midepoch.sources.fingerprints import sample_buffers
 
 _log = logging.getLogger("midepoch")
@@ -58,6 +59,7 @@ class FileScan:
     fingerprint: str = ""
     complete: bool = True  # False if record batches of a damaged file were left out
     compressed: bool = False  # True if some record batches have to be decompressed
+    damage: DataError | None = None  # the reason why the file is left out
 
 
 class _Scanning:
@@ -152,7 +154,7 @@ def walk(path: str, read: Read, size: int, *, skip_damage: bool = False) -> File
             footer = read_footer(read, size)
         except DAMAGE as problem:
             if not skip_damage:
-                raise FormatError(_damage(path, size, size, problem)) from None
+                raise DamageError(_damage(path, size, size, problem)) from None
             _log.warning("%s: %s", path, problem)
         else:
             return _listed(path, read, size, footer, skip_damage)
@@ -178,7 +180,7 @@ def _listed(path: str, read: Read, size: int, footer: FileFooter, skip_damage: b
             scanning.check(message)
         except DAMAGE as problem:
             if not skip_damage:
-                raise FormatError(_damage(path, at, size, problem)) from None
+                raise DamageError(_damage(path, at, size, problem)) from None
             _log.warning("%s: the message at byte %d cannot be read: %s", path, at, problem)
             scanning.scan.complete, end = False, footer.start
             continue
@@ -231,21 +233,21 @@ def _followed(path: str, read: Read, size: int, start: int, skip_damage: bool) -
                 scanning.check(message)
         except DAMAGE as problem:
             if scanning is None or not skip_damage:
-                raise FormatError(_damage(path, at, size, problem)) from None
+                raise DamageError(_damage(path, at, size, problem)) from None
             _log.warning("%s: the message at byte %d cannot be read: %s", path, at, problem)
             scanning.scan.complete = False
             break
         digest.update(head)
         if scanning is None:
             if message.kind != SCHEMA:
-                raise FormatError(f"{path}: not an Arrow IPC stream: it does not begin with a schema.")
+                raise DamageError(f"{path}: not an Arrow IPC stream: it does not begin with a schema.")
             scanning = _begin(path, whole_message(read, at, size, message.end))
         scanning.add(at, message)
         at = message.end
     else:
         _log.warning("%s has no end-of-stream marker: it may have been truncated between two record batches", path)
     if scanning is None:
-        raise FormatError(f"{path}: no Arrow schema found in {size} bytes: the file is empty or not Arrow IPC.")
+        raise DamageError(f"{path}: no Arrow schema found in {size} bytes: the file is empty or not Arrow IPC.")
     return scanning.finish(read, digest, at - start)
 
 
@@ -263,7 +265,7 @@ def _check_after(read: Read, at: int, size: int) -> None:
 
 def _first_message(path: str, head: bytes, size: int) -> int:
     if size == 0:
-        raise FormatError(f"{path}: the file is empty (0 bytes). Remove it, or write it again.")
+        raise DamageError(f"{path}: the file is empty (0 bytes). Remove it, or write it again.")
     if head.startswith(MAGIC):
         return _FILE_START
     if head.startswith(_FEATHER_V1):
@@ -276,7 +278,7 @@ def _first_message(path: str, head: bytes, size: int) -> int:
         # Before Arrow 0.15 there was no marker: the length came first. A larger value means another format.
         (length,) = struct.unpack_from("<i", head)
         if not 0 < length < min(size, 1 << 24):
-            raise FormatError(
+            raise DamageError(
                 f"{path}: not an Arrow IPC file (it begins with {head[:8]!r}). Pass format=… if it has another format, "
                 "else write it again."
             )
@@ -289,7 +291,7 @@ def _begin(path: str, schema_message: Bytes) -> _Scanning:
         _ = schema.metadata, schema.to_string()  # invalid UTF-8 is detected only on access
         return _Scanning(schema)
     except (pa.ArrowException, OSError, ValueError) as problem:
-        raise FormatError(f"{path}: its Arrow schema cannot be read: {problem}") from None
+        raise unreadable(problem, f"{path}: its Arrow schema cannot be read: {problem}") from None
 
 
 def _damage(path: str, at: int, size: int, problem: Exception) -> str:

@@ -28,6 +28,15 @@ _NUMBER = re.compile(r"\[errno (\d+)\]", re.IGNORECASE)
 _TEXTS = {os.strerror(number): number for number in errno.errorcode}
 
 
+class DamageError(FormatError):
+    """No row of a file can be read. With ``on_error="skip"``, the file is left out."""
+
+
+def unreadable(problem: Exception, text: str) -> FormatError:
+    """Return the error for a file that a library cannot read: it is damaged, unless the library lacks a feature."""
+    return DamageError(text) if is_damage(problem) else FormatError(text)
+
+
 def is_damage(problem: BaseException, size: int | None = None, *, of_row: bool = False) -> bool:
     """Return True if a problem is in the data, so that the affected rows can be skipped.
 

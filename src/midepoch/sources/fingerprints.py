@@ -23,6 +23,8 @@ from midepoch.sources.arrow_messages import Message, Read
 
 BEGINNING = 256 << 10
 """Size up to which contents are covered completely."""
+SKIPPED = "skipped"
+"""Fingerprint of a damaged file that is left out. A state is refused after such a file was restored or added."""
 _PIECES = 16
 _PIECE = BEGINNING // _PIECES
 _BLOCKS = 64

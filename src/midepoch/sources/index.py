@@ -9,20 +9,22 @@ import logging
 import os
 import zlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
 from midepoch._internal.progress import Progress
-from midepoch.errors import DataNotFoundError, DifferentSchemasError, FormatError
+from midepoch.errors import DataError, DataNotFoundError, DifferentSchemasError, FormatError
 from midepoch.sources.arrow_ipc import FileScan, node_paths, scan
+from midepoch.sources.damage import DamageError
 from midepoch.sources.dictionaries import holds_dictionary, undecodable
+from midepoch.sources.fingerprints import SKIPPED
 from midepoch.sources.footers import Footers
 from midepoch.sources.indexed_files import IndexedFile as IndexedFile
 from midepoch.sources.indexed_files import IndexedFiles as IndexedFiles
@@ -31,6 +33,8 @@ from midepoch.sources.spread import for_all
 from midepoch.sources.storage import atomic_write, locked
 
 Int64Array = npt.NDArray[np.int64]
+F = TypeVar("F")
+S = TypeVar("S", bound="_HasDamage")
 
 VERSION = 7
 """Increase it when the layout of an index or of the footers of a format changes, or the rule of fingerprints: older
@@ -38,6 +42,11 @@ indexes are built again.
 """
 MAPPED = "mapped"
 _log = logging.getLogger("midepoch")
+
+
+class _HasDamage(Protocol):
+    @property
+    def damage(self) -> DataError | None: ...
 
 
 class EncodedError(FormatError):
@@ -160,14 +169,16 @@ def _fresh(path: Path, files: Sequence[str]) -> Index | None:
 def _build(files: Sequence[Path], skip_damage: bool, as_mapped: bool, progress: Progress | None) -> Index:
     report = progress or (lambda _done, _total: None)
     scans = for_all(partial(_scanned, skip_damage), files, lambda done: report(done, len(files)))
-    schema = scans[0][0].schema
-    usable(files[0], schema)
+    first, of_first = readable(files, [found for found, _ in scans])[0]
+    schema = of_first.schema
+    usable(first, schema)
     for path, (found, _) in zip(files, scans, strict=True):
         if as_mapped and (found.compressed or any(holds_dictionary(column.type) for column in found.schema)):
             raise EncodedError(f"{path} is compressed or dictionary-encoded: it cannot be mapped in place.")
     entries = []
     for path, (found, stat) in zip(files, scans, strict=True):
-        _same_schema(files[0], schema, path, found.schema)
+        if found.damage is None:
+            _same_schema(first, schema, path, found.schema)
         if not found.complete:
             _log.warning("%s is damaged: only %d of its rows are used", path, sum(found.rows))
         entries.append(
@@ -193,7 +204,29 @@ def _scanned(skip_damage: bool, path: Path) -> tuple[FileScan, os.stat_result]:
         stat = os.stat(path)  # before the scan: a file that changes during it will look stale
     except OSError as problem:
         raise DataNotFoundError(f"{path} cannot be opened: {problem}") from None
-    return retried(lambda: scan(path, skip_damage=skip_damage), str(path)), stat
+    try:
+        return retried(lambda: scan(path, skip_damage=skip_damage), str(path)), stat
+    except DamageError as problem:
+        if not skip_damage:
+            raise
+        return FileScan(pa.schema([]), fingerprint=SKIPPED, damage=problem), stat
+
+
+def readable(files: Sequence[F], scans: Sequence[S]) -> list[tuple[F, S]]:
+    """Return the files that are not left out, with their scans, and log the others. Raise their damage if all are."""
+    damage = [scan.damage for scan in scans if scan.damage is not None]
+    if len(damage) == len(scans):
+        raise damage[0]
+    for problem in damage:
+        _log.warning("a damaged file is left out: %s", problem)
+    return [(file, scan) for file, scan in zip(files, scans, strict=True) if scan.damage is None]
+
+
+def warn_of_skipped(index: Index, name: Callable[[str], str] = str) -> None:
+    """Log the files that are left out."""
+    for number in np.flatnonzero(index.files.blocks == 0).tolist():
+        if (file := index.files[number]).fingerprint == SKIPPED:
+            _log.warning("%s is damaged: all of its rows are left out", name(file.path))
 
 
 def usable(path: object, schema: pa.Schema) -> None:

@@ -19,13 +19,25 @@ import pyarrow as pa
 
 from midepoch._internal.progress import Progress
 from midepoch.errors import CorruptBlockError
+from midepoch.sources.damage import DamageError
 from midepoch.sources.decode import decoder, partition_expression
 from midepoch.sources.files import DataFiles
 from midepoch.sources.filters import Filter
+from midepoch.sources.fingerprints import SKIPPED
 from midepoch.sources.folders import Listing
 from midepoch.sources.footers import Footers
 from midepoch.sources.formats import GROUPED, Block, ListedFormat, Member, Scanned, format_named
-from midepoch.sources.index import Index, IndexedFile, IndexedFiles, default_index_dir, read_index, serialise, usable
+from midepoch.sources.index import (
+    Index,
+    IndexedFile,
+    IndexedFiles,
+    default_index_dir,
+    read_index,
+    readable,
+    serialise,
+    usable,
+    warn_of_skipped,
+)
 from midepoch.sources.partitions import Values, below, hive_values
 from midepoch.sources.schemas import nullable_paths, row_bytes, unified
 from midepoch.sources.spread import for_all
@@ -88,11 +100,13 @@ def open_lake(
 ) -> Index:
     """Return the index: read if it is fresh (by one listing; ``validate=False`` skips the check), else built."""
     index = _opened(request, index_dir, force, validate, progress)
-    warn_of_broken_lines(request.store, index)
+    warn_of_damage(request.store, index)
     return index
 
 
-def warn_of_broken_lines(store: Store, index: Index) -> None:
+def warn_of_damage(store: Store, index: Index) -> None:
+    """Log the files and lines that are left out."""
+    warn_of_skipped(index, store.name)
     for file in index.files.with_broken_lines:
         more = ", …" if file.broken > len(file.broken_lines) else ""
         _log.warning(
@@ -164,8 +178,10 @@ def _build(request: Request, found: DataFiles, progress: Progress | None) -> Ind
         if request.partitioning == "hive"
         else ([()] * len(entries), None)
     )
-    schema = unified(store, entries, scans, added, text=found.format == "csv")
-    nullable = nullable_paths(scans, schema, values, added)
+    kept = readable(entries, scans)
+    used = [scan for _, scan in kept]
+    schema = unified(store, [entry for entry, _ in kept], used, added, text=found.format == "csv")
+    nullable = nullable_paths(used, schema, values, added)
     manifests = found.entries if found.listed else ()
     files = Files(store, found.format, entries, scans, values, schema, nullable, manifests=manifests)
     return indexed(files, request.filter, skip_damage=request.skip_damage, report=report)
@@ -235,10 +251,15 @@ def indexed(of: Files, chosen: Filter | None, *, skip_damage: bool, report: Prog
 
 def _scanned(store: Store, form: str, skip_damage: bool, item: Entry | Member) -> Scanned:
     format_ = format_named(form)
-    if isinstance(item, Member):
-        listing = cast(ListedFormat, format_)
-        return store.persist(item.entry.path, "indexed", lambda: listing.scan_member(store, item))
-    return store.persist(item.path, "indexed", lambda: format_.scan(store, item, skip_damage=skip_damage))
+    try:
+        if isinstance(item, Member):
+            listing = cast(ListedFormat, format_)
+            return store.persist(item.entry.path, "indexed", lambda: listing.scan_member(store, item))
+        return store.persist(item.path, "indexed", lambda: format_.scan(store, item, skip_damage=skip_damage))
+    except (CorruptBlockError, DamageError) as problem:
+        if not skip_damage:
+            raise
+        return Scanned(pa.schema([]), fingerprint=SKIPPED, damage=problem)
 
 
 def _scanned_media(request: Request, found: DataFiles, listing: Listing) -> Scanned:

@@ -21,7 +21,7 @@ from midepoch._internal.version import __version__
 from midepoch.sources.braces import spelled_out
 from midepoch.sources.files import DataFiles
 from midepoch.sources.index import Index, read_index
-from midepoch.sources.lake import Request, warn_of_broken_lines
+from midepoch.sources.lake import Request, warn_of_damage
 from midepoch.sources.listing import GLOB, existing, walked
 from midepoch.sources.manifests import NAME
 from midepoch.sources.storage import atomic_write
@@ -65,7 +65,7 @@ class Seal:
         index = read_index(self._path.with_name(previous["index"]))
         if index is None or index.checksum != previous["checksum"]:
             return None
-        warn_of_broken_lines(self._request.store, index)
+        warn_of_damage(self._request.store, index)
         return index
 
     def keep(self, index: Index) -> None:

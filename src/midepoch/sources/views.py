@@ -10,6 +10,8 @@ import pyarrow as pa
 import pyarrow.fs as fs
 
 from midepoch.sources.arrow_ipc import scan
+from midepoch.sources.damage import DamageError
+from midepoch.sources.fingerprints import SKIPPED
 from midepoch.sources.formats import Block, InPlace, format_named
 from midepoch.sources.index import MAPPED, IndexedFile
 from midepoch.sources.source import Source
@@ -42,7 +44,10 @@ def view(
 def fingerprint_of(source: Source, file: IndexedFile) -> str:
     """Return the fingerprint of the present contents of a mapped file."""
     if in_place(source) is None:
-        return scan(Path(file.path), skip_damage=True).fingerprint
+        try:
+            return scan(Path(file.path), skip_damage=True).fingerprint
+        except DamageError:
+            return SKIPPED
     store = Store(fs.LocalFileSystem())
     entry = store.stat(file.path)
     assert entry is not None

@@ -8,6 +8,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import pyarrow as pa
 
+from midepoch.errors import DataError
 from midepoch.sources.arrow_ipc import Chains
 from midepoch.sources.stores import Entry, Store
 
@@ -36,6 +37,8 @@ class Scanned:
     """The end of the last block, if that is not the end of the file."""
     broken_lines: list[int] = field(default_factory=list)
     """Numbers of unreadable lines, which are not part of the data."""
+    damage: DataError | None = None
+    """The reason why the file is left out, with all of its rows."""
     footers: list[bytes] = field(default_factory=list)
     """One for each block, instead of ``footer``, for formats of ``GROUPED``."""
 

@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.csv as pc
 
 from midepoch.errors import FormatError
-from midepoch.sources.damage import is_damage
+from midepoch.sources.damage import DamageError, is_damage
 from midepoch.sources.formats.base import Block, NoStatistics, Scanned
 from midepoch.sources.formats.compressed import contents
 from midepoch.sources.formats.cutting import Int64Array, broken_quoted_rows, is_closed, row_ends
@@ -100,19 +100,19 @@ def _header(store: Store, entry: Entry) -> tuple[list[str], int]:
             ends = row_ends(head[blank:], delimiter)
             end = blank + int(ends[0]) if len(ends) else 0
     if not head.strip():
-        raise FormatError(
+        raise DamageError(
             f"{store.name(entry.path)}: the file is empty: it has no header with names of columns. Write it again, or "
             "remove it."
         )
     if not end and (len(head) >= _HEADER or not is_closed(head[blank:], delimiter)):
-        raise FormatError(
+        raise DamageError(
             f"{store.name(entry.path)}: its header has no end in {len(head)} bytes. Check for an unclosed quote."
         )
     end = end or len(head)
     try:
         text = head[blank:end].decode()
     except UnicodeDecodeError as problem:
-        raise FormatError(f"{store.name(entry.path)}: its header is not UTF-8 text: {problem}") from None
+        raise DamageError(f"{store.name(entry.path)}: its header is not UTF-8 text: {problem}") from None
     if "\r" in text.rstrip("\r\n") and "\n" not in text:
         raise FormatError(f"{store.name(entry.path)}: its lines end with a carriage return only. Write them with \\n.")
     names = next(csv.reader(io.StringIO(text.strip("\r\n"), newline=""), delimiter=_delimiter(entry.path)), [])

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import pyarrow as pa
 
 from midepoch.errors import FormatError
-from midepoch.sources.damage import is_damage
+from midepoch.sources.damage import DamageError, is_damage
 from midepoch.sources.formats.base import Block, Scanned
 from midepoch.sources.formats.compressed import can_be_fetched, compression, contents, decompressed, skip
 from midepoch.sources.formats.cutting import Int64Array, is_closed, without
@@ -79,7 +79,7 @@ def scan_lines(store: Store, entry: Entry, dialect: Dialect, *, start: int, skip
         found.broken_lines += [text.line_at(data, first) for first, _ in ranges]
     found.complete, found.stop = not pieces.is_damaged, text.offset if pieces.is_damaged else None
     if entry.size and not schemas and text.offset > start:
-        raise FormatError(f"{name}: none of its {entry.size} bytes can be read as a row. Check the format.")
+        raise DamageError(f"{name}: none of its {entry.size} bytes can be read as a row. Check the format.")
     found.schema = widest(name, schemas, text=dialect.delimiter is not None)
     found.decoded_bytes = float(text.offset - start)
     for schema in schemas:
@@ -110,8 +110,11 @@ def _read(
             f"{name}: line {text.line_at(data, first)} cannot be read: {dialect.problem(data[first:stop])}. Fix the "
             'line, or pass on_error="skip" to leave out lines that cannot be read.'
         )
+    rest = without(data, ranges)
+    if ranges and not rest.strip():
+        return pa.table({}), ranges
     try:
-        return dialect.parse(without(data, ranges)), ranges
+        return dialect.parse(rest), ranges
     except (pa.ArrowException, UnicodeDecodeError) as problem:
         raise FormatError(f"{name}: {dialect.refused(problem)}") from None
 

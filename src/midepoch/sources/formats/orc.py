@@ -12,8 +12,7 @@ from collections.abc import Iterator, Sequence
 import pyarrow as pa
 import pyarrow.orc as po
 
-from midepoch.errors import FormatError
-from midepoch.sources.damage import is_damage
+from midepoch.sources.damage import DamageError, is_damage
 from midepoch.sources.fingerprints import fingerprint
 from midepoch.sources.formats.base import Block, NoStatistics, Scanned
 from midepoch.sources.stores import Entry, OpenFile, Store
@@ -38,17 +37,17 @@ class OrcFormat(NoStatistics):
             except (pa.ArrowException, OSError, IndexError, ValueError, zlib.error) as problem:
                 if (isinstance(problem, OSError) and not store.local) or not is_damage(problem):
                     raise
-                raise FormatError(f"{name}: not a complete ORC file: {problem}. Copy or download it again.") from None
+                raise DamageError(f"{name}: not a complete ORC file: {problem}. Copy or download it again.") from None
             found = Scanned(schema, etag=file.etag, fingerprint=fingerprint(footer or tail, file.read_at, size))
         if len(counts) != stripes or sum(counts) != rows:
-            raise FormatError(f"{name}: its stripes have {sum(counts)} rows, its footer says {rows}: it is damaged.")
+            raise DamageError(f"{name}: its stripes have {sum(counts)} rows, its footer says {rows}: it is damaged.")
         found.decoded_bytes = 3.0 * size
         found.offsets = [i for i, count in enumerate(counts) if count]
         found.rows = [count for count in counts if count]
         try:
             found.nullable = {(each,) for each in schema.names} if footer is None else _nullable(footer, schema, rows)
         except (IndexError, ValueError) as problem:
-            raise FormatError(f"{name}: its ORC footer cannot be read: {problem}. Copy or download it again.") from None
+            raise DamageError(f"{name}: its ORC footer cannot be read: {problem}. Copy or download it again.") from None
         return found
 
     def decode(self, store: Store, block: Block, schema: pa.Schema, columns: Sequence[str]) -> pa.Table:  # noqa: ARG002

@@ -11,6 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from midepoch.errors import FormatError
+from midepoch.sources.damage import DamageError, unreadable
 from midepoch.sources.dictionaries import has_large_text, large_text, plain_type
 from midepoch.sources.fingerprints import fingerprint
 from midepoch.sources.formats.base import Block, Scanned
@@ -56,7 +57,7 @@ class ParquetFormat:
                 found.offsets.append(group)
                 found.rows.append(rows)
         if sum(found.rows) != metadata.num_rows or any(rows < 0 for rows in found.rows):
-            raise FormatError(
+            raise DamageError(
                 f"{name}: its row groups have {sum(found.rows)} rows, its footer says {metadata.num_rows}."
             )
         understood = len(about.chunks) == metadata.num_row_groups
@@ -157,18 +158,18 @@ def _sound(block: Block, names: Sequence[str]) -> bool:
 
 def _read_footer(name: str, file: OpenFile, size: int) -> bytes:
     if size < 12:
-        raise FormatError(f"{name}: not a Parquet file ({size} bytes): it is empty or truncated. Write it again.")
+        raise DamageError(f"{name}: not a Parquet file ({size} bytes): it is empty or truncated. Write it again.")
     tail = file.read_at(min(_TAIL, size), max(0, size - _TAIL))
     if tail[-4:] != _MAGIC:
         if tail[-4:] == b"PARE":
             raise FormatError(f"{name}: encrypted Parquet files are not supported.")
-        raise FormatError(
+        raise DamageError(
             f"{name}: not a complete Parquet file: it does not end with {_MAGIC!r}. "
             "Pass format=… if it has another format. If it is truncated, copy or download it again."
         )
     (length,) = struct.unpack("<I", tail[-8:-4])
     if length + 12 > size:
-        raise FormatError(f"{name}: its footer of {length} bytes does not fit into {size} bytes: the file is damaged.")
+        raise DamageError(f"{name}: its footer of {length} bytes does not fit into {size} bytes: it is damaged.")
     if length + 8 <= len(tail):
         return tail[-8 - length : -8]
     return file.read_at(length, size - 8 - length)
@@ -184,7 +185,7 @@ def _parsed(name: str, footer: bytes) -> pq.FileMetaData:
     try:
         return pq.read_metadata(pa.BufferReader(_standing_alone(footer)))
     except (pa.ArrowException, OSError, ValueError) as problem:
-        raise FormatError(f"{name}: its Parquet footer cannot be read: {problem}") from None
+        raise unreadable(problem, f"{name}: its Parquet footer cannot be read: {problem}") from None
 
 
 @lru_cache(maxsize=256)
@@ -195,7 +196,7 @@ def file_schema(name: str, footer: bytes) -> pa.Schema:
         _ = schema.metadata, schema.to_string(), _leaves(schema)  # invalid UTF-8 is detected only on access
         return schema
     except (pa.ArrowException, OSError, ValueError) as problem:
-        raise FormatError(f"{name}: its Parquet schema cannot be read: {problem}") from None
+        raise unreadable(problem, f"{name}: its Parquet schema cannot be read: {problem}") from None
 
 
 _leaves = lru_cache(maxsize=32)(leaves)

@@ -10,6 +10,7 @@ import numpy as np
 import pyarrow as pa
 
 from midepoch.errors import CorruptBlockError, FormatError
+from midepoch.sources.damage import DamageError
 from midepoch.sources.formats.records import Bytes, Int64Array
 from midepoch.sources.stores import Entry, OpenFile
 
@@ -70,10 +71,10 @@ def offsets_in(head: bytes, samples: int, name: str, least: int | None = None) -
     """
     table = 4 * (samples + 2)
     if len(head) < table:
-        raise FormatError(f"{name}: it is too short for the offsets of {samples} samples. Copy or download it again.")
+        raise DamageError(f"{name}: it is too short for the offsets of {samples} samples. Copy or download it again.")
     count = int.from_bytes(head[:4], "little")
     if count != samples:
-        raise FormatError(f"{name}: it has {count} samples, its index.json says {samples}. Copy or download it again.")
+        raise DamageError(f"{name}: it has {count} samples, its index.json says {samples}. Copy or download it again.")
     offsets = np.frombuffer(head, "<u4", samples + 1, 4).astype(np.int64)
     wrong = np.flatnonzero(np.diff(offsets) < 0)
     if len(wrong) or offsets[0] < (table if least is None else least):
@@ -83,7 +84,7 @@ def offsets_in(head: bytes, samples: int, name: str, least: int | None = None) -
 
 def damaged_offset(name: str, sample: int) -> FormatError:
     """Return the error for an offset that cannot be right."""
-    return FormatError(f"{name}: the offset of sample {sample} is damaged. Copy or download it again.")
+    return DamageError(f"{name}: the offset of sample {sample} is damaged. Copy or download it again.")
 
 
 def packed_footer(about: dict[str, Any], offsets: Int64Array) -> bytes:
