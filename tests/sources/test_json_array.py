@@ -118,6 +118,19 @@ def test_objects_without_columns_count(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("small_blocks")
+@pytest.mark.parametrize("on_error", ["raise", "skip"])
+@pytest.mark.parametrize("write", [json.dumps, lambda data: "\n".join(map(json.dumps, data))], ids=["array", "lines"])
+def test_lists_of_nothing_but_nulls_are_read(write: Callable[[list[Any]], str], on_error: str, tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    data = [
+        {"flat": [None] * (i % 4), "inner": {"deep": [[None] * i, []]}, "lists": [{"d": [None] * i}] * 2}
+        for i in range(9)
+    ]
+    data[4] = dict.fromkeys(data[4])
+    path.write_text(write(data))
+    assert list(midepoch.from_files(path, on_error=on_error)) == data
+
+
 def test_resumes_exactly(tmp_path: Path) -> None:
     data = rows(40, random.Random(1))
     (tmp_path / "a.json").write_text(json.dumps(data, indent=2))

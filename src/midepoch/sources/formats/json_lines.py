@@ -161,4 +161,20 @@ def _read(data: bytes, schema: pa.Schema | None) -> pa.Table:
         return _read(b"{}\n" + data, schema).slice(1)
     parse = pj.ParseOptions(explicit_schema=schema, unexpected_field_behavior="infer" if schema is None else "ignore")
     read = pj.ReadOptions(use_threads=False, block_size=len(data) + 1)
-    return pj.read_json(pa.BufferReader(data), read_options=read, parse_options=parse)
+    table = pj.read_json(pa.BufferReader(data), read_options=read, parse_options=parse)
+    for i, column in enumerate(table.columns):
+        if pa.types.is_nested(column.type):
+            table = table.set_column(i, table.field(i), pa.chunked_array(map(_repaired, column.chunks), column.type))
+    return table
+
+
+def _repaired(array: pa.Array) -> pa.Array:
+    """Return an array in which lists of only nulls have all their nulls: pyarrow makes just one for each list."""
+    if pa.types.is_list(array.type):
+        is_null = pa.types.is_null(array.type.value_type)
+        children, buffers = [pa.nulls(array.offsets[-1].as_py()) if is_null else _repaired(array.values)], 2
+    elif pa.types.is_struct(array.type):
+        children, buffers = [_repaired(array.field(i)) for i in range(array.type.num_fields)], 1
+    else:
+        return array
+    return pa.Array.from_buffers(array.type, len(array), array.buffers()[:buffers], children=children)
