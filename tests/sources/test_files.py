@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pyarrow as pa
@@ -82,3 +83,21 @@ def test_folders_of_other_formats_are_refused_by_name(tmp_path: Path, names: tup
             midepoch.from_files(given)
     files = [tmp_path / "data" / name for name in names if name.endswith(".json")]
     assert len(midepoch.from_files(files)) == len(files)
+
+
+@pytest.mark.parametrize("place", ["file", "folder", "glob", "working directory", "saved", "cache_dir"])
+def test_a_name_that_is_not_utf8_is_refused(place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / os.fsdecode(b"caf\xe9")
+    folder.mkdir()
+    (folder / "a.csv").write_text("a\n1\n")
+    (tmp_path / "b.csv").write_text("a\n1\n")
+    with pytest.raises(FormatError, match=r"caf\\udce9.*': the name of the file is not UTF-8\. Rename it"):
+        if place == "saved":
+            midepoch.load_from_disk(folder)
+        elif place == "cache_dir":
+            midepoch.from_files(tmp_path / "b.csv", cache_dir=folder)
+        elif place == "working directory":
+            monkeypatch.chdir(folder)
+            midepoch.from_files("a.csv")
+        else:
+            midepoch.from_files({"file": folder / "a.csv", "folder": tmp_path, "glob": f"{tmp_path}/*/a.csv"}[place])

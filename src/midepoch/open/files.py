@@ -19,7 +19,7 @@ from midepoch.order import Order, Selection
 from midepoch.pipeline.leaf import Leaf
 from midepoch.pipeline.spec import PipelineSpec
 from midepoch.sources import Access, CacheSpec, Source
-from midepoch.sources.addresses import resolve
+from midepoch.sources.addresses import check_utf8, resolve
 from midepoch.sources.disk import saved_files, saved_splits
 from midepoch.sources.files import DataFiles, PathLike, check_path, find_files, paths_of
 from midepoch.sources.filters import Filter, parse_filter
@@ -113,7 +113,9 @@ def cache_spec(cache_dir: PathLike | None, cache_bytes: int) -> CacheSpec:
         raise ValueError(f"cache_bytes must be a number of bytes of at least 1, got {cache_bytes!r}")
     if cache_dir is None:
         return CacheSpec(str(default_index_dir() / "blocks"), cache_bytes)
-    return CacheSpec(os.path.abspath(local_folder(cache_dir, "cache_dir")), cache_bytes, chosen=True)
+    folder = os.path.abspath(local_folder(cache_dir, "cache_dir"))
+    check_utf8(folder)
+    return CacheSpec(folder, cache_bytes, chosen=True)
 
 
 def local_folder(given: PathLike, what: str) -> Path:
@@ -137,6 +139,7 @@ def load_from_disk(
     A dataset dict needs a split; a single dataset needs none (to slice it, use any name).
     """
     folder = local_folder(check_path(path), "path")
+    check_utf8(os.path.abspath(folder))
     splits = saved_splits(folder)
     if splits is None:
         files = saved_files(folder)

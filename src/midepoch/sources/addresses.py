@@ -16,7 +16,7 @@ import pyarrow.fs as fs
 
 from midepoch._internal.address import Address, Link, is_mistyped
 from midepoch._internal.redaction import Secrets
-from midepoch.errors import DataNotFoundError, FetchError, MidepochError
+from midepoch.errors import DataNotFoundError, FetchError, FormatError, MidepochError
 from midepoch.sources.fsspec_files import FsspecHandler, is_foreign, options_of, redact_logs
 from midepoch.sources.hub_address import is_hub_path, parse_hub_path, refuse_web_page
 from midepoch.sources.hub_files import HubFiles
@@ -33,6 +33,7 @@ def resolve(
     """Return the store of a path or URL, and the path in it, without credentials."""
     given, address = retry, Address(path)
     retry = given or Retry()
+    check_utf8(path if "://" in path else os.path.abspath(path))
     if filesystem is not None:
         return _given(filesystem, address, retry)
     if "://" not in path:
@@ -60,6 +61,15 @@ def resolve(
     except Exception as problem:  # raised below, since chained errors are shown with their credentials
         failure = _failure(problem, scheme, address, secrets)
     raise failure
+
+
+def check_utf8(*paths: str) -> None:
+    """Raise FormatError for a path that is not UTF-8: pyarrow cannot open it, and a state cannot name it."""
+    for path in paths:
+        try:
+            path.encode()
+        except UnicodeEncodeError:
+            raise FormatError(f"{path!r}: the name of the file is not UTF-8. Rename it.") from None
 
 
 def _failure(problem: Exception, scheme: str, address: Address, secrets: Secrets) -> Exception:

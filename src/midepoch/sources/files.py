@@ -13,7 +13,7 @@ from midepoch._internal.address import refuse_lost_slash
 from midepoch._internal.hints import OPEN_ALREADY, is_array, is_dataset, name_of, opener_of
 from midepoch.errors import DataNotFoundError, FormatError
 from midepoch.sources import manifests
-from midepoch.sources.addresses import resolve
+from midepoch.sources.addresses import check_utf8, resolve
 from midepoch.sources.braces import spelled_out
 from midepoch.sources.folders import KINDS, Expanded, Listing, choose, is_metadata, listing_of, warn_of_splits
 from midepoch.sources.hub_data import data_files
@@ -159,6 +159,12 @@ def _not_a_path(given: Any) -> str:
 
 def expand(store: Store, path: str, given: str, wanted: str | None) -> Expanded:
     """Return the files that a path, folder or glob means. ``given`` is the path as the user wrote it."""
+    found = _expanded(store, path, given, wanted)
+    check_utf8(*(entry.path for entry in found.entries))
+    return found
+
+
+def _expanded(store: Store, path: str, given: str, wanted: str | None) -> Expanded:
     name = store.name(path)
     where = f" (looked in {os.getcwd()})" if store.local and "://" not in given else ""
     # In a store one listing finds a folder. Only a path with the name of a file is checked as a file first.
@@ -244,7 +250,7 @@ def _all_of(store: Store, paths: list[str], given: str, wanted: str | None) -> E
         [
             Expanded("", [listed[path]])
             if path in listed and not manifests.is_manifest(path)
-            else expand(store, path, given, wanted)
+            else _expanded(store, path, given, wanted)
             for path in paths
         ],
     )

@@ -48,9 +48,6 @@ def feature_of(kind: str) -> dict[str, str]:
 
 def scan_media(store: Store, listing: Listing, kind: str, *, skip_damage: bool) -> Scanned:
     """Return the blocks of a listing: a row for each row of its metadata, otherwise for each file."""
-    for entry in listing.files:
-        if not entry.path.isascii():
-            _check_name(entry.path)
     described = [entry for entry in listing.files if is_metadata(entry.path)]
     if described:
         from midepoch.sources.media_metadata import described_rows
@@ -65,13 +62,6 @@ def scan_media(store: Store, listing: Listing, kind: str, *, skip_damage: bool) 
             "2 GiB. Remove it."
         )
     return _grouped(rows, skip_damage)
-
-
-def _check_name(path: str) -> None:
-    try:
-        path.encode()
-    except UnicodeEncodeError:
-        raise FormatError(f"{path!r}: the name of the file is not UTF-8. Rename it.") from None
 
 
 def _labelled(store: Store, listing: Listing, kind: str, skip_damage: bool) -> MediaTable:
