@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
+from PIL import Image
 
 import midepoch
 from midepoch.errors import (
@@ -26,6 +27,7 @@ from midepoch.errors import (
 )
 from midepoch.sources.formats import records
 from midepoch.testing import assert_resumes_exactly
+from midepoch.transforms.media import images
 from s3 import Server, storage_options
 from shard_files import FIXTURES, assert_equal, overwrite, write_litdata, write_mds
 from web import WebServer
@@ -98,6 +100,46 @@ def test_images_and_arrays_are_decoded_and_stacked() -> None:
     assert (batch["matrix"].shape, batch["matrix"].dtype) == ((12, 2, 3), np.float32)
     assert (batch["tokens"].shape, batch["tokens"].dtype) == ((12, 4), np.uint16)
     assert batch["float16"].dtype == np.float16
+
+
+MODES = [
+    "1",
+    "L",
+    "P",
+    "RGB",
+    "RGBA",
+    "CMYK",
+    "YCbCr",
+    "LAB",
+    "HSV",
+    "I",
+    "F",
+    "LA",
+    "PA",
+    "RGBX",
+    "RGBa",
+    "La",
+    "I;16",
+    "I;16L",
+    "I;16B",
+    "I;16N",
+]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_raw_images_of_every_mode_are_decoded(mode: str, tmp_path: Path) -> None:
+    size = len(Image.new(mode, (6, 5)).tobytes())
+    image = Image.frombytes(mode, (6, 5), bytes(range(size)))  # without a palette, as streaming reads it
+    head = np.array([*image.size, len(mode)], "<u4").tobytes()
+    write_mds(tmp_path, {"pil": "pil"}, [{"pil": head + mode.encode() + image.tobytes()}])
+    ds = midepoch.from_files(tmp_path)
+    for wanted in ("RGB", "L"):
+        found = ds.decode("pil", mode=wanted, layout="HWC").with_format("numpy")[0]["pil"]
+        if mode in images._DEEP:
+            assert np.array_equal(found[:, :, 0], np.clip(np.asarray(image).astype(np.int64), 0, 65535) >> 8)
+        else:
+            direct = image.convert({"LAB": "RGB", "La": "LA"}.get(mode, mode))  # which Pillow converts to no others
+            assert np.array_equal(found.squeeze(), np.asarray(direct.convert(wanted)))
 
 
 @pytest.mark.parametrize("compression", [None, "zstd"])

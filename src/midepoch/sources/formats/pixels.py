@@ -9,12 +9,15 @@ import numpy as np
 from midepoch.errors import MidepochError
 
 _PLAIN = {"L": (b"P5", 1), "RGB": (b"P6", 3)}
+_CONVERTED = {"HSV": "RGB", "RGBa": "RGBA", "La": "LA"}
+"""Modes that no file has, and the modes that Pillow converts them to."""
 
 
 def image_file(value: bytes) -> bytes:
     """Return a raw image (width, height and length of the mode as uint32, the mode, the pixels) as a file.
 
-    Greyscale and RGB become PNM: its header is followed by the same bytes. Other modes become TIFF.
+    Greyscale and RGB become PNM: its header is followed by the same bytes. Other modes become TIFF, some of
+    them converted.
     """
     if len(value) < 12:
         raise ValueError(f"a raw image of {len(value)} bytes has no header")
@@ -33,7 +36,8 @@ def image_file(value: bytes) -> bytes:
         ) from None
     out = io.BytesIO()
     try:
-        Image.frombytes(mode, (width, height), pixels).save(out, "TIFF")
+        image = Image.frombytes(mode.replace("I;16N", "I;16"), (width, height), pixels)  # the same bytes
+        image.convert(_CONVERTED.get(mode, image.mode)).save(out, "TIFF")
     except (ValueError, OSError, KeyError, MemoryError) as problem:
         raise ValueError(f"a raw image of {width} × {height} {mode!r} cannot be read: {problem}") from None
     return out.getvalue()

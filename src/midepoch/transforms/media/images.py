@@ -299,6 +299,8 @@ def _converted(image: Any, mode: str) -> Any:
         return image
     if image.mode in ("P", "PA"):  # Pillow warns if transparency is dropped from a palette
         image = image.convert("RGBA" if "transparency" in image.info or image.mode == "PA" else "RGB")
+    if image.mode == "LAB":  # which Pillow does not convert to L
+        image = image.convert("RGB")
     return image.convert(mode)
 
 
