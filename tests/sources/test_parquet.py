@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from uuid import UUID
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -213,3 +214,24 @@ def test_one_huge_row_group_is_read_by_row(tmp_path: Path) -> None:
     again = ds.loader(1000)
     again.load_state_dict(loader.state_dict())
     assert next(iter(again))["x"].tolist() == list(range(60_000, 61_000))
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_uuids_do_not_need_the_arrow_schema(workers: int, tmp_path: Path) -> None:
+    keys = [UUID(int=i) for i in range(6)]
+    column = pa.array([key.bytes for key in keys[:5]] + [None], pa.uuid())
+    lists = pa.array([[key.bytes] for key in keys], pa.list_(pa.binary(16))).cast(pa.list_(pa.uuid()))
+    inner = pa.StructArray.from_arrays([column], names=["key"])
+    table = pa.table({"id": range(6), "key": column, "lists": lists, "inner": inner, "raw": [b"0" * 16] * 6})
+    found = []
+    for name, store_schema in (("a", True), ("b", False)):
+        pq.write_table(table, tmp_path / f"{name}.parquet", store_schema=store_schema, row_group_size=4)
+        ds = midepoch.from_files(tmp_path / f"{name}.parquet").with_format("python")
+        found.append(list(ds.loader(4, num_workers=workers)))
+        for filters in ([("key", "==", keys[4].bytes)], [("id", "==", 4)]):
+            assert list(midepoch.from_files(tmp_path / f"{name}.parquet", filters=filters)) == [ds[4]]
+    assert found[0] == found[1]
+    assert found[1][1]["key"] == [keys[4], None]
+    assert found[1][1]["lists"] == [[keys[4]], [keys[5]]]
+    assert found[1][1]["inner"] == [{"key": keys[4]}, {"key": None}]
+    assert len(midepoch.from_files(tmp_path)) == 12

@@ -41,7 +41,7 @@ class Filter:
 
     def columns(self, schema: pa.Schema) -> list[str]:
         """Return the columns that the expression uses, found by trying: pyarrow does not list them."""
-        table = schema.empty_table()
+        table = comparable(pa.table([pa.nulls(0, kind) for kind in schema.types], schema=schema))
         self._try(table)
         named = [name for name in schema.names if name in self.text]  # a few of possibly thousands
         if not self._passes(table.select(named)):
@@ -54,7 +54,7 @@ class Filter:
             return table.filter(self.expression)
         except pa.ArrowNotImplementedError:  # another column has a type that pyarrow cannot filter
             numbers = pa.Array.from_buffers(pa.int64(), len(table), [None, pa.py_buffer(np.arange(len(table)))])
-            left = table.select(columns).append_column("", numbers).filter(self.expression).column("")
+            left = comparable(table.select(columns)).append_column("", numbers).filter(self.expression).column("")
             places = left.combine_chunks().to_numpy()
             arrays = [taken(pa.concat_arrays(column.chunks), places) for column in table.columns]
             return pa.table(arrays, schema=table.schema)
@@ -73,6 +73,14 @@ class Filter:
         except (pa.ArrowException, KeyError):
             return False
         return True
+
+
+def comparable(table: pa.Table) -> pa.Table:
+    """Return a table with bytes in place of UUIDs, which pyarrow does not compare."""
+    for i, kind in enumerate(table.schema.types):
+        if isinstance(kind, pa.UuidType):
+            table = table.set_column(i, table.field(i).name, table.column(i).cast(kind.storage_type))
+    return table
 
 
 def _plain(filters: Any) -> Any:

@@ -22,7 +22,7 @@ from midepoch.errors import CorruptBlockError
 from midepoch.sources.damage import DamageError
 from midepoch.sources.decode import decoder, partition_expression
 from midepoch.sources.files import DataFiles
-from midepoch.sources.filters import Filter
+from midepoch.sources.filters import Filter, comparable
 from midepoch.sources.fingerprints import SKIPPED
 from midepoch.sources.folders import Listing
 from midepoch.sources.footers import Footers
@@ -284,8 +284,9 @@ class _Counter:
     def __init__(self, store: Store, form: str, chosen: Filter, schema: pa.Schema, skip_damage: bool) -> None:
         self._store, self._form, self._filter, self._schema = store, format_named(form), chosen, schema
         self._columns, self._skip_damage = chosen.columns(schema), skip_damage
-        floats = any(_holds_floats(schema.field(name).type) for name in self._columns)
-        self._prunes = not floats or chosen.never_nan
+        types = [schema.field(name).type for name in self._columns]
+        uuids = any(isinstance(kind, pa.UuidType) for kind in types)  # whose statistics pyarrow does not compare
+        self._prunes = not uuids and (chosen.never_nan or not any(map(_holds_floats, types)))
 
     def count(self, file: tuple[Entry, Scanned, Values]) -> list[int]:
         entry, scan, values = file
@@ -304,4 +305,4 @@ class _Counter:
                 raise
             _log.warning("skipped %d rows that cannot be filtered: %s", scan.rows[i], problem)
             return 0
-        return int(table.filter(self._filter.expression).num_rows)
+        return int(comparable(table).filter(self._filter.expression).num_rows)

@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 
 from midepoch.errors import FormatError
 from midepoch.sources.damage import DamageError, unreadable
-from midepoch.sources.dictionaries import has_large_text, large_text, plain_type
+from midepoch.sources.dictionaries import has_large_text, large_text, plain_type, with_children
 from midepoch.sources.fingerprints import fingerprint
 from midepoch.sources.formats.base import Block, Scanned
 from midepoch.sources.formats.parquet_chunks import BINARY, Chunks, LeafColumn, column_chunks, columns, sound
@@ -192,11 +192,24 @@ def _parsed(name: str, footer: bytes) -> pq.FileMetaData:
 def file_schema(name: str, footer: bytes) -> pa.Schema:
     """Return the Arrow schema of a file."""
     try:
-        schema = _parsed(name, footer).schema.to_arrow_schema()
+        described = _parsed(name, footer).schema
+        schema = described.to_arrow_schema()
+        if any(described.column(i).logical_type.type == "UUID" for i in range(len(described))):
+            with pq.ParquetFile(pa.BufferReader(_standing_alone(footer)), arrow_extensions_enabled=True) as file:
+                for i, (field, extended) in enumerate(zip(schema, file.schema_arrow, strict=True)):
+                    schema = schema.set(i, field.with_type(_with_uuids(field.type, extended.type)))
         _ = schema.metadata, schema.to_string(), _leaves(schema)  # invalid UTF-8 is detected only on access
         return schema
     except (pa.ArrowException, OSError, ValueError) as problem:
         raise unreadable(problem, f"{name}: its Parquet schema cannot be read: {problem}") from None
+
+
+def _with_uuids(kind: pa.DataType, extended: pa.DataType) -> pa.DataType:
+    """Return a type with the UUIDs of ``extended``, which has other extension types, too."""
+    if isinstance(extended, pa.UuidType) or not kind.num_fields:
+        return extended if isinstance(extended, pa.UuidType) else kind
+    pairs = [(kind.field(i), extended.field(i).type) for i in range(kind.num_fields)]
+    return with_children(kind, [field.with_type(_with_uuids(field.type, inner)) for field, inner in pairs])
 
 
 _leaves = lru_cache(maxsize=32)(leaves)
