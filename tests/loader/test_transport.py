@@ -173,6 +173,19 @@ def test_values_of_any_kind_arrive_as_they_were(kind: str, ds: midepoch.Dataset)
             assert value["deep"][0][1:] == ("text", None)
 
 
+@pytest.mark.parametrize("kind", ["python", "numpy", "torch"])
+def test_intervals_arrive_as_they_were(kind: str, tmp_path: Path) -> None:
+    intervals = [pa.MonthDayNano([i, -i, i]) for i in range(8)] + [None]
+    table = pa.table({"a": intervals, "b": [[each] for each in intervals]})
+    with pa.ipc.new_file(tmp_path / "a.arrow", table.schema) as file:
+        file.write_table(table)
+    ds = midepoch.from_files(tmp_path / "a.arrow").with_format(kind)
+    delivered = [dict(row) for row in ds]
+    assert [row for batch in ds.loader(3, num_workers=1, collate_fn=list) for row in batch] == delivered
+    assert [row["a"] for row in delivered] == intervals
+    assert [row["b"][0] for row in delivered] == intervals
+
+
 def test_without_shared_memory_batches_go_through_the_pipe(
     ds: midepoch.Dataset, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

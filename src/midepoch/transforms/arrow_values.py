@@ -12,6 +12,7 @@ Values are read from the buffers and not with ``Array.to_numpy``, which imports 
 
 from __future__ import annotations
 
+import copyreg
 from functools import lru_cache
 from itertools import pairwise
 from typing import Any
@@ -27,6 +28,14 @@ _number_dtype = lru_cache(maxsize=64)(number_dtype)  # 5 µs otherwise
 
 Paths = frozenset[tuple[str, ...]]
 """Paths inside a column at which the data has nulls: () for the column itself, (child, …) for a field inside it."""
+
+
+def _interval(*parts: int) -> Any:
+    return pa.MonthDayNano(parts)
+
+
+# For batches of worker processes. The class has no name by which pickle could find it.
+copyreg.pickle(pa.MonthDayNano, lambda interval: (_interval, tuple(interval)))
 
 
 def to_python(column: pa.Array) -> list[Any]:
