@@ -158,6 +158,18 @@ def test_jpegs_of_all_modes(monkeypatch: pytest.MonkeyPatch, package: str, mode:
     assert np.abs(array.squeeze().astype(int) - by_pillow(data, mode)).max() <= 1  # grey is Y of the file
 
 
+@pytest.mark.parametrize("package", DECODERS)
+def test_a_grey_jpeg_has_the_brightness_that_the_file_stores(monkeypatch: pytest.MonkeyPatch, package: str) -> None:
+    """Also in saturated colors, where grey of clipped RGB values differs."""
+    only(monkeypatch, package)
+    pixels = np.random.default_rng(0).choice(np.array([0, 255], np.uint8), (48, 64, 3))
+    data = file_of(Image.fromarray(pixels))
+    with Image.open(io.BytesIO(data)) as image:
+        image.draft("L", image.size)
+        np.testing.assert_array_equal(Images(mode="L").decode(data)[0], np.asarray(image))
+    assert np.abs(np.asarray(image).astype(int) - by_pillow(data, "L")).max() > 10
+
+
 @pytest.mark.parametrize("stored", ["1", "L", "LA", "P", "RGB", "RGBA"])
 @pytest.mark.parametrize("kind", ["PNG", "WEBP"])
 @pytest.mark.parametrize("mode", ["RGB", "L"])
