@@ -101,3 +101,28 @@ def test_a_name_that_is_not_utf8_is_refused(place: str, tmp_path: Path, monkeypa
             midepoch.from_files("a.csv")
         else:
             midepoch.from_files({"file": folder / "a.csv", "folder": tmp_path, "glob": f"{tmp_path}/*/a.csv"}[place])
+
+
+@pytest.mark.parametrize("name", ["d{a,b}", "d{0..3}", "x[1]", "s*r", "q?k", "[!a]", "n!m", "{a", "b{a,b}[1]*?"])
+def test_an_existing_name_is_taken_literally(name: str, tmp_path: Path) -> None:
+    folder = tmp_path / name / f"in {name}"
+    folder.mkdir(parents=True)
+    for other in ("da", "db", "d0", "x1", "str", "qak", "b"):  # which the name would mean as a pattern
+        (tmp_path / other).mkdir()
+        (tmp_path / other / "1.csv").write_text("n\n9\n")
+    for number, file in enumerate(("1.csv", "2.csv", f"3 {name}.csv"), 1):
+        (folder / file).write_text(f"n\n{number}\n")
+    for path, numbers in {
+        "": [1, 2, 3], "1.csv": [1], f"3 {name}.csv": [3], "*.csv": [1, 2, 3], "{2,1}.csv": [2, 1], "[12].csv": [1, 2],
+    }.items():  # fmt: skip
+        for _ in range(2):  # the second time by the listing of the first
+            assert [row["n"] for row in midepoch.from_files(folder / path)] == numbers
+    assert len(midepoch.from_files(tmp_path / name)) == 3
+
+
+def test_braces_of_no_existing_name_are_expanded(tmp_path: Path) -> None:
+    for number, name in enumerate("ab"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "1.csv").write_text(f"n\n{number}\n")
+    for path in ("{b,a}", "{b,a}/1.csv", "{b,a}/*.csv"):
+        assert [row["n"] for row in midepoch.from_files(tmp_path / path)] == [1, 0]

@@ -10,9 +10,12 @@ _LETTERS = re.compile(r"([A-Za-z])\.\.([A-Za-z])(?:\.\.(-?\d+))?")
 _MOST = 10_000_000
 
 
-def spelled_out(path: str) -> list[str] | None:
-    """Return all paths that the braces stand for, in order. None if there are none: ``{x}`` is an ordinary name."""
-    pieces = _pieces(path)
+def spelled_out(path: str, folder: str = "") -> list[str] | None:
+    """Return all paths that the braces stand for, in order. None if there are none: ``{x}`` is an ordinary name.
+
+    ``folder``: the beginning of the path, in which braces are part of the names.
+    """
+    pieces = [[folder], *_pieces(path[len(folder) :])]
     count = 1
     for alternatives in pieces:
         count *= len(alternatives)

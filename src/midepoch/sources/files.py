@@ -173,12 +173,12 @@ def _expanded(store: Store, path: str, given: str, wanted: str | None) -> Expand
     if entry is not None:
         manifest = manifests.of_file(store, entry, wanted)
         return Expanded("", [entry]) if manifest is None else _described(store, *manifest)
-    if (spelled := spelled_out(path)) is not None:
+    folder = existing(store, path)
+    if (spelled := spelled_out(path, folder)) is not None:
         return _all_of(store, spelled, given, wanted)
     inner = stat(store, f"{path.rstrip('/')}/{manifests.NAME}") if store.local else None
     if inner is not None and (manifest := manifests.of_file(store, inner, wanted)) is not None:
         return _described(store, *manifest)  # without a listing of the folder
-    folder = existing(store, path)
     if (glob := GLOB.search(path, len(folder))) is not None:
         base = path[: glob.start()].rpartition("/")[0]
         matches = re.compile(re.escape(folder) + translated(path[len(folder) :])).fullmatch

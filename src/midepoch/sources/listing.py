@@ -31,9 +31,9 @@ def nearest(store: Store, path: str) -> str:
 
 
 def existing(store: Store, path: str) -> str:
-    """Return the existing folders at the beginning of a path whose names look like globs: ``runs/run[1]``."""
+    """Return the existing folders at the beginning of a path whose names look like patterns: ``runs/run[1]``."""
     parts = path.split("/")
-    signs = "*?[" if store.local else "["  # in other stores each check costs a request, and few keys contain stars
+    signs = "*?[{" if store.local else "["  # in other stores each check costs a request, and few keys contain others
     for i in reversed(range(len(parts))):
         folder = "/".join(parts[: i + 1])
         if any(sign in parts[i] for sign in signs) and store.is_folder(folder):

@@ -134,7 +134,7 @@ def look_at(store: Store, paths: Sequence[str], index_dir: Path) -> Look | None:
     folders: dict[str, None] = {}  # each once, in order
     manifests: dict[str, None] = {}
     try:
-        for path in [each for given in paths for each in _without_braces(given)]:
+        for path in [each for given in paths for each in _without_braces(store, given)]:
             folder = _folder(store, path, look)
             if folder is None:
                 manifests[os.path.join(os.path.dirname(path), NAME)] = None  # it may say what the file contains
@@ -152,9 +152,10 @@ def look_at(store: Store, paths: Sequence[str], index_dir: Path) -> Look | None:
     return look
 
 
-def _without_braces(given: str) -> list[str]:
-    """Return the paths that the braces in a path expand to. A file may have braces in its name."""
-    return [given] if "{" not in given or os.path.isfile(given) else spelled_out(given) or [given]
+def _without_braces(store: Store, given: str) -> list[str]:
+    """Return the paths that the braces in a path expand to. A file or a folder may have braces in its name."""
+    literal = "{" not in given or os.path.isfile(given)
+    return [given] if literal else spelled_out(given, existing(store, given)) or [given]
 
 
 def _folder(store: Store, path: str, look: Look) -> str | None:
