@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import importlib.util
+import json
 import os
+import zipfile
 from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 import midepoch
 from data import numbered, write_arrow
-from midepoch.errors import FormatError
+from midepoch.errors import DataNotFoundError, FormatError
 from midepoch.sources.files import find_files
 
 
@@ -126,3 +130,51 @@ def test_braces_of_no_existing_name_are_expanded(tmp_path: Path) -> None:
         (tmp_path / name / "1.csv").write_text(f"n\n{number}\n")
     for path in ("{b,a}", "{b,a}/1.csv", "{b,a}/*.csv"):
         assert [row["n"] for row in midepoch.from_files(tmp_path / path)] == [1, 0]
+
+
+NOT_READ = {
+    "a.tfrecord": "TFRecord files are not read. Read the records .* midepoch.from_generator",
+    "a.tfrecords.gz": "TFRecord files are not read",
+    "a.tfrecord-00000-of-00002": "TFRecord files are not read",
+    "a.array_record-00000-of-00002": "ArrayRecord files are not read. Call midepoch.from_map_style",
+    "a.vortex": "Vortex files are not read. Call midepoch.from_arrow",
+    "a.h5": "HDF5 files are not read. Read the rows with h5py",
+    "a.hdf5": "HDF5 files are not read",
+    "a.npz": r"NumPy archive files are not read. Call midepoch.from_dict\(dict\(numpy.load\(path\)\)\)",
+    "a.safetensors": r"safetensors files are not read. Call midepoch.from_dict\(safetensors.numpy.load_file",
+    "a.avro": r"Avro files are not read. Call midepoch.from_pandas\(polars.read_avro\(path\)\)",
+    "a.ZIP": r"ZIP files are not read. Extract the files, or pass the address zip://\*\*::path",
+}
+
+
+@pytest.mark.parametrize("name", list(NOT_READ))
+def test_a_format_that_is_not_read_is_named_with_the_way_to_its_rows(name: str, tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / name).write_bytes(b"a record of some kind")
+    for path in (f"data/{name}", "data/*"):
+        with pytest.raises(FormatError, match=f"{name}: {NOT_READ[name]}"):
+            midepoch.from_files(tmp_path / path)
+    with pytest.raises(DataNotFoundError, match=f"it contains only .*{NOT_READ[name]}"):
+        midepoch.from_files(tmp_path / "data")
+    with pytest.raises(ValueError, match=NOT_READ[name]):
+        midepoch.from_files(tmp_path / "data", format=name.split(".")[1].partition("-")[0])
+
+
+def test_the_ways_to_rows_of_formats_that_are_not_read(tmp_path: Path) -> None:
+    columns = {"x": np.arange(6).reshape(3, 2), "y": np.arange(3)}
+    rows = [{"x": [0, 1], "y": 0}, {"x": [2, 3], "y": 1}, {"x": [4, 5], "y": 2}]
+    np.savez(tmp_path / "a.npz", **columns)
+    assert list(midepoch.from_dict(dict(np.load(tmp_path / "a.npz")))) == rows
+    with zipfile.ZipFile(tmp_path / "a.zip", "w") as archive:
+        archive.writestr("in/a.jsonl", "\n".join(map(json.dumps, rows)))
+    assert list(midepoch.from_files(f"zip://**::{tmp_path}/a.zip")) == rows
+    if importlib.util.find_spec("safetensors") is not None:
+        import safetensors.numpy
+
+        safetensors.numpy.save_file(columns, tmp_path / "a.safetensors")
+        assert list(midepoch.from_dict(safetensors.numpy.load_file(tmp_path / "a.safetensors"))) == rows
+    if importlib.util.find_spec("polars") is not None:
+        import polars
+
+        polars.DataFrame(rows).write_avro(tmp_path / "a.avro")
+        assert list(midepoch.from_pandas(polars.read_avro(tmp_path / "a.avro"))) == rows

@@ -73,3 +73,5 @@ def test_an_address_of_the_hub_without_datasets_is_explained() -> None:
     for path in ("org/name", "org/name/data/*.parquet"):
         with pytest.raises(midepoch.DataNotFoundError, match="For a dataset, write hf://datasets/ORG/NAME/PATH"):
             midepoch.from_files(f"hf://{path}", filesystem=fsspec.filesystem("memory"))
+    with pytest.raises(midepoch.DataNotFoundError, match="Buckets are read by huggingface_hub. Update that package"):
+        midepoch.from_files("hf://buckets/org/name/*.parquet", filesystem=fsspec.filesystem("memory"))

@@ -26,6 +26,7 @@ from midepoch.sources.names import (
     format_of,
     format_of_bytes,
     formats_of,
+    not_read,
     other_reader,
 )
 from midepoch.sources.stores import Entry, Retry, Store
@@ -288,6 +289,8 @@ def _sniffed(store: Store, entry: Entry) -> str:
     start = store.persist(entry.path, "read", head) if entry.size else b""
     if (kind := format_of_bytes(start)) is not None:
         return kind
+    if (reason := not_read([entry.path])) is not None:
+        raise FormatError(f"{store.name(entry.path)}: {reason}")
     raise FormatError(
         f"{store.name(entry.path)}: neither its name nor its first bytes ({start!r}) show its format. "
         f"Pass format=…: {', '.join(map(repr, FORMATS))}.{other_reader([entry.path])}"

@@ -17,6 +17,8 @@ GLOB = re.compile(r"[*?\[]")
 def nearest(store: Store, path: str) -> str:
     """Describe the nearest existing folder, for an error message."""
     if not store.local:
+        if store.scheme == "hf://" and path.startswith("buckets/"):
+            return "Buckets are read by huggingface_hub. Update that package, and check the address and the token."
         if store.scheme == "hf://" and not path.startswith("datasets/"):  # the address of a model
             return "For a dataset, write hf://datasets/ORG/NAME/PATH. Otherwise check the address, and the token."
         if not isinstance(store.given, fs.FileSystem) or isinstance(store.given, fs.PyFileSystem):

@@ -53,6 +53,18 @@ _TOKEN_READERS = {
     **dict.fromkeys((".npy", ".ds"), "midepoch.from_tokens(path, length)"),
 }
 """Files that are not tables: the calls that read them."""
+_GENERATED = "and pass a function that yields rows to midepoch.from_generator, which stores them once"
+_NOT_READ = {
+    ".tfrecord": ("TFRecord", f"Read the records with TensorFlow, {_GENERATED}"),
+    ".array_record": ("ArrayRecord", "Call midepoch.from_map_style(source) with array_record's ArrayRecordDataSource"),
+    ".vortex": ("Vortex", "Call midepoch.from_arrow(table) with the Arrow table that vortex reads"),
+    **dict.fromkeys((".h5", ".hdf5"), ("HDF5", f"Read the rows with h5py, {_GENERATED}")),
+    ".npz": ("NumPy archive", "Call midepoch.from_dict(dict(numpy.load(path)))"),
+    ".safetensors": ("safetensors", "Call midepoch.from_dict(safetensors.numpy.load_file(path))"),
+    ".avro": ("Avro", "Call midepoch.from_pandas(polars.read_avro(path))"),
+    ".zip": ("ZIP", "Extract the files, or pass the address zip://**::path, which fsspec reads"),
+}
+"""Formats that are not read, and the way to their rows."""
 
 
 def check_format(given: str | None) -> str | None:
@@ -61,7 +73,8 @@ def check_format(given: str | None) -> str | None:
         return None
     name = _ALIASES.get(str(given).lower(), str(given).lower())
     if name not in FORMATS and not _WITH_NUMBER.fullmatch(name):
-        raise ValueError(f"format must be one of {', '.join(map(repr, FORMATS))}, got {given!r}")
+        remedy = f". {reason}" if (reason := not_read(["." + name])) else ""
+        raise ValueError(f"format must be one of {', '.join(map(repr, FORMATS))}, got {given!r}{remedy}")
     return name
 
 
@@ -92,8 +105,19 @@ def format_of_bytes(start: bytes) -> str | None:
     return next((kind for magic, kind in _MAGIC.items() if start.startswith(magic)), None)
 
 
+def not_read(paths: list[str]) -> str | None:
+    """Return the sentences about files of a format that is not read, or None. Shards may have a number at the end."""
+    names = [path.lower().rpartition("/")[2] for path in paths]
+    for suffix, (format_, remedy) in _NOT_READ.items():
+        if any(re.search(rf"{re.escape(suffix)}s?(-\d+.*|\.[a-z0-9]+)?$", name) for name in names):
+            return f"{format_} files are not read. {remedy}."
+    return None
+
+
 def other_reader(paths: list[str]) -> str:
     """Return the call that reads such files, as the last sentence of a message. Empty for files of other kinds."""
+    if (reason := not_read(paths)) is not None:
+        return f" {reason}"
     if any(".mds" in path for path in paths):
         return " Shards of MDS are read by their index.json: pass the folder that has it."
     suffixes = {os.path.splitext(path)[1].lower() for path in paths}
