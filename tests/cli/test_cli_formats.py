@@ -62,3 +62,10 @@ def test_a_lance_table(tmp_path: Path) -> None:
     assert of_json("info", table, "--format", "lance")["rows"] == 30
     assert of_json("peek", table, "--format", "lance", "-n", 1)
     assert "pass --format lance." in refused("info", table)
+
+
+def test_csv_files_with_another_delimiter(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("a;b\n1;2\n")
+    names = [each["name"] for each in of_json("info", tmp_path / "a.csv", "--format", "csv:;")["columns"]]
+    assert names == ["a", "b"]
+    assert "delimiter must be one ASCII character" in refused("info", tmp_path / "a.csv", "--format", "csv:")

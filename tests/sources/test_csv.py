@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import csv
+import gzip
+import io
 from pathlib import Path
+from typing import Any
 
 import pyarrow.csv as pcsv
 import pytest
 
 import midepoch
-from midepoch.errors import FormatError
+from midepoch.errors import CheckpointMismatchError, DataNotFoundError, FormatError
 from midepoch.sources.formats import lines
+from midepoch.testing import assert_resumes_exactly
 
 CSV = {
     "stray quote": 'id,name,text\n0,5" pipe,plain\n'
@@ -23,13 +28,11 @@ CSV = {
 
 @pytest.mark.parametrize("kind", list(CSV))
 def test_rows_are_those_of_pyarrow(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import pyarrow.csv as csv
-
     monkeypatch.setattr(lines, "BLOCK_BYTES", 100)
     monkeypatch.setattr(lines, "_READ", 37)
     path = tmp_path / "a.csv"
     path.write_bytes(CSV[kind].encode())
-    expected = csv.read_csv(path, parse_options=csv.ParseOptions(newlines_in_values=True)).to_pylist()
+    expected = pcsv.read_csv(path, parse_options=pcsv.ParseOptions(newlines_in_values=True)).to_pylist()
     ds = midepoch.from_files(path)
     assert list(ds) == expected
     assert len(expected) == 60
@@ -66,3 +69,63 @@ def test_rows_of_nothing_but_blanks(name: str, text: str, tmp_path: Path) -> Non
     delimiter = "\t" if name.endswith("tsv") else ","
     expected = pcsv.read_csv(tmp_path / name, parse_options=pcsv.ParseOptions(delimiter=delimiter)).num_rows
     assert expected and len(midepoch.from_files(tmp_path / name)) == expected
+
+
+@pytest.mark.parametrize("delimiter", [";", "|", "\t", " ", ":", "\x01"])
+@pytest.mark.parametrize("name", ["a.csv", "a.tsv", "a.csv.gz", "a.txt", "a.dat"])
+def test_a_delimiter_that_is_given(name: str, delimiter: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lines, "BLOCK_BYTES", 60)
+    monkeypatch.setattr(lines, "_READ", 37)
+    rows = [{"a": i, "b": f"x,{i}{delimiter}\ny", "c": i / 2} for i in range(40)]
+    text = io.StringIO()
+    writer = csv.DictWriter(text, ["a", "b", "c"], delimiter=delimiter, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    data = text.getvalue().encode()
+    (tmp_path / name).write_bytes(gzip.compress(data) if name.endswith(".gz") else data)
+
+    def loader(workers: int = 0) -> Any:
+        ds = midepoch.from_files(tmp_path / name, delimiter=delimiter).with_format("python")
+        return ds.shuffle(seed=1).loader(7, num_workers=workers)
+
+    ds = midepoch.from_files(tmp_path / name, delimiter=delimiter)
+    assert list(ds) == rows
+    assert list(midepoch.from_files(tmp_path / name, delimiter=delimiter, filters=[("a", ">", 37)])) == rows[38:]
+    assert_resumes_exactly(loader, epochs=1, steps=[3])
+
+
+def test_other_delimiters_are_other_data(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("a;b,c\n1;2,3\n")
+    found = [midepoch.from_files(tmp_path / "a.csv", delimiter=each) for each in (None, ",", ";", None, ";")]
+    commas, semicolons = {"a;b": "1;2", "c": 3}, {"a": 1, "b,c": "2,3"}
+    assert [ds[0] for ds in found] == [commas, commas, semicolons, commas, semicolons]
+    first, same, other, *_ = (ds.pipeline.source.fingerprint for ds in found)
+    assert first == same != other
+    loader = found[0].shuffle(seed=1).loader(1)
+    next(iter(loader))
+    with pytest.raises(CheckpointMismatchError, match="data differs"):
+        found[2].shuffle(seed=1).loader(1).load_state_dict(loader.state_dict())
+
+
+@pytest.mark.parametrize("delimiter", ["", ";;", "é", '"', "\n", "\r", "\0", 59])
+def test_a_delimiter_is_one_character(delimiter: Any, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="delimiter must be one ASCII character, and no quote or line end, got"):
+        midepoch.from_files(tmp_path / "a.csv", delimiter=delimiter)
+
+
+def test_a_delimiter_is_for_csv_files(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"a": 1}\n')
+    with pytest.raises(ValueError, match=r"delimiter is for CSV files, but .*a\.jsonl is not one"):
+        midepoch.from_files(tmp_path / "a.jsonl", delimiter=";")
+    with pytest.raises(ValueError, match="delimiter is for CSV files, but format is 'jsonl'"):
+        midepoch.from_files(tmp_path / "a.jsonl", format="json", delimiter=";")
+    with pytest.raises(DataNotFoundError, match=r"no csv files .* it contains only \.jsonl"):
+        midepoch.from_files(tmp_path, delimiter=";")
+    with pytest.raises(TypeError, match="Did you mean delimiter="):
+        midepoch.from_files(tmp_path, sep=";")  # type: ignore[call-arg]
+
+
+def test_datasets_takes_a_delimiter(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("a;b\n1;2\n")
+    ds = midepoch.load_dataset("csv", data_files=str(tmp_path / "a.csv"), split="train", delimiter=";")
+    assert list(ds) == [{"a": 1, "b": 2}]

@@ -32,8 +32,8 @@ Format = Annotated[
     typer.Option(
         "--format",
         help="Tables and tokens: delta, iceberg, lance, megatron, tokens:LENGTH or tokens:DTYPE:LENGTH, such as "
-        "tokens:uint16:1024. Files whose format cannot be detected: arrow, parquet, orc, csv, jsonl, text, tar, "
-        "mds, litdata, image, audio, video.",
+        "tokens:uint16:1024. CSV files with another delimiter: csv:DELIMITER. Files whose format cannot be detected: "
+        "arrow, parquet, orc, csv, jsonl, text, tar, mds, litdata, image, audio, video.",
     ),
 ]
 Split = Annotated[str | None, typer.Option(help="A split, or a part of one: 'train[:10%]'.")]
@@ -64,6 +64,9 @@ def open_data(
         _check_part(split)
         ds = _tables_or_tokens(data, format, given)
         return ds if split is None else _part(ds, split)
+    name, colon, delimiter = (format or "").partition(":")
+    if colon and name.lower() == "csv":
+        given["delimiter"] = delimiter
     path = Path(data[0]).expanduser()
     if len(data) == 1 and any((path / name).is_file() for name in ("state.json", "dataset_dict.json")):
         return load_from_disk(path, split, **options)
@@ -73,7 +76,9 @@ def open_data(
         return load_dataset(data[0], config, split=split, **options)
     _check_part(split)
     try:
-        ds = from_files(data[0] if len(data) == 1 else list(data), format=format, **given)
+        ds = from_files(
+            data[0] if len(data) == 1 else list(data), format=name if "delimiter" in given else format, **given
+        )
     except (DataNotFoundError, FormatError) as problem:
         if (call := re.search(rf"midepoch\.from_({'|'.join(_READERS)})\(", str(problem))) is None:
             raise

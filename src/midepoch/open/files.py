@@ -6,7 +6,7 @@ import logging
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from midepoch.sources.filters import Filter, parse_filter
 from midepoch.sources.hub import HubRequest, arrow_files
 from midepoch.sources.index import MAPPED, EncodedError, Index, default_index_dir, open_index, warn_of_skipped
 from midepoch.sources.lake import Request, can_be_mapped, open_lake
-from midepoch.sources.names import check_format
+from midepoch.sources.names import check_format, format_of, with_delimiter
 from midepoch.sources.seals import Seal
 from midepoch.sources.splits import SplitPart, check_splits, expand_all, parse_split
 from midepoch.sources.stores import Retry, Store
@@ -40,6 +40,7 @@ def from_files(
     paths: PathLike | Iterable[PathLike],
     *,
     format: str | None = None,
+    delimiter: str | None = None,
     columns: Sequence[str] | None = None,
     filters: Any = None,
     partitioning: str | None = None,
@@ -65,6 +66,7 @@ def from_files(
     if it is given, in ``cache_dir``.
 
     - ``format``: default: detected from the files
+    - ``delimiter`` of CSV files, such as ``";"``; default: a comma, or a tab for ``.tsv``
     - ``columns``: others are never read
     - ``filters``: a pyarrow expression, or a list as in Parquet readers: ``[("label", "in", [1, 2])]``; blocks whose
       statistics exclude it are never fetched
@@ -80,13 +82,18 @@ def from_files(
     texts = paths_of(paths)
     store, _ = resolve(texts[0], **where)
     chosen = parse_filter(filters)
+    wanted = with_delimiter(check_format(format), delimiter)
 
     def find() -> DataFiles:
-        return find_files(texts, format=format, fresh=force_reindex, **where)
+        found = find_files(texts, format=format if delimiter is None else "csv", fresh=force_reindex, **where)
+        for path in (entry.path for entry in found.entries if format is None and delimiter is not None):
+            if format_of(path) not in ("csv", "text", None):
+                raise ValueError(f"delimiter is for CSV files, but {store.name(path)} is not one. Omit it.")
+        return found if delimiter is None else replace(found, format=wanted or found.format)
 
     folder = opening.index_folder
     given = tuple(resolve(text, **where)[1] for text in texts)
-    request = Request(store, given, check_format(format), chosen, partitioning, on_error == "skip", find)
+    request = Request(store, given, wanted, chosen, partitioning, on_error == "skip", find)
     seal = Seal(request, folder)
     if validate and (known := seal.opened(force=force_reindex)) is not None:
         return opening.dataset(known, store, chosen, mapped=known.format == MAPPED)

@@ -180,7 +180,8 @@ def _build(request: Request, found: DataFiles, progress: Progress | None) -> Ind
     )
     kept = readable(entries, scans)
     used = [scan for _, scan in kept]
-    schema = unified(store, [entry for entry, _ in kept], used, added, text=found.format == "csv")
+    text = found.format.partition(":")[0] == "csv"
+    schema = unified(store, [entry for entry, _ in kept], used, added, text=text)
     nullable = nullable_paths(used, schema, values, added)
     manifests = found.entries if found.listed else ()
     files = Files(store, found.format, entries, scans, values, schema, nullable, manifests=manifests)

@@ -78,6 +78,19 @@ def check_format(given: str | None) -> str | None:
     return name
 
 
+def with_delimiter(format: str | None, delimiter: str | None) -> str | None:
+    """Return the format with the character code of a delimiter, if one is given: ``csv:59``."""
+    if delimiter is None:
+        return format
+    if format not in (None, "csv"):
+        raise ValueError(f"delimiter is for CSV files, but format is {format!r}. Omit one of the two.")
+    if not isinstance(delimiter, str) or len(delimiter) != 1 or not delimiter.isascii() or delimiter in '"\r\n\0':
+        raise ValueError(
+            f"delimiter must be one ASCII character, and no quote or line end, got {delimiter!r}. Pass ';' or '\\t'."
+        )
+    return f"csv:{ord(delimiter)}"
+
+
 def format_of(path: str, wanted: str | None = None) -> str | None:
     """Return the format that a file name indicates, or None. That of tokens only if it is ``wanted``."""
     if wanted in OF_TOKENS:

@@ -25,18 +25,26 @@ _HEADER = 1 << 20
 
 
 class CsvFormat(NoStatistics):
-    """Format with blocks of about 8 MB. An empty field is null, or the empty text in text columns."""
+    """Format with blocks of about 8 MB. An empty field is null, or the empty text in text columns.
+
+    ``code``: the character code of the delimiter. By default, the names of files determine it.
+    """
+
+    def __init__(self, code: str = "") -> None:
+        self._chosen = chr(int(code)) if code else None
 
     def scan(self, store: Store, entry: Entry, *, skip_damage: bool) -> Scanned:
-        names, start = _header(store, entry)
+        delimiter = self._chosen or _delimiter(entry.path)
+        names, start = _header(store, entry, delimiter)
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:
             raise FormatError(
                 f"{store.name(entry.path)}: several columns are named {', '.join(map(repr, twice))}. "
                 "Rename them in the file."
             )
-        dialect = _CsvRows(names, _delimiter(entry.path))
-        found = scan_lines(store, entry, dialect, start=start, skip_damage=skip_damage)
+        found = scan_lines(store, entry, _CsvRows(names, delimiter), start=start, skip_damage=skip_damage)
+        if delimiter != _delimiter(entry.path):  # the same bytes are other rows
+            found.fingerprint += f"-{ord(delimiter)}"
         if not len(found.schema):
             found.schema = pa.schema([(name, pa.null()) for name in names])
         found.footer = json.dumps({"names": names, **json.loads(found.footer or b'{"broken": []}')}).encode()
@@ -45,7 +53,7 @@ class CsvFormat(NoStatistics):
     def decode(self, store: Store, block: Block, schema: pa.Schema, columns: Sequence[str]) -> pa.Table:
         names = json.loads(block.footer)["names"]
         present = [name for name in columns if name in names]
-        data, delimiter = read_rows(store, block), _delimiter(block.entry.path)
+        data, delimiter = read_rows(store, block), self._chosen or _delimiter(block.entry.path)
         if not present:
             return pa.table({"": pa.nulls(_parse(data, names, delimiter).num_rows)}).select([])
         return _parse(data, names, delimiter, present, {name: schema.field(name).type for name in present})
@@ -89,22 +97,22 @@ def _delimiter(path: str) -> str:
     return "\t" if (stem if suffix in COMPRESSIONS else name).endswith(".tsv") else ","
 
 
-def _header(store: Store, entry: Entry) -> tuple[list[str], int]:
+def _header(store: Store, entry: Entry, delimiter: str) -> tuple[list[str], int]:
     """Return the names in the first row, and the byte offset of the second row."""
-    head, blank, end, delimiter = b"", 0, 0, _delimiter(entry.path).encode()
+    head, blank, end = b"", 0, 0
     with contents(store, entry) as file:
         # Read no more than necessary: the text after it may be damaged.
         while not end and len(head) < _HEADER and (data := bytes(file.read(max(64, len(head))))):
             head += data
             blank = len(head) - len(head.removeprefix(b"\xef\xbb\xbf").lstrip(b"\r\n"))
-            ends = row_ends(head[blank:], delimiter)
+            ends = row_ends(head[blank:], delimiter.encode())
             end = blank + int(ends[0]) if len(ends) else 0
     if not head.strip():
         raise DamageError(
             f"{store.name(entry.path)}: the file is empty: it has no header with names of columns. Write it again, or "
             "remove it."
         )
-    if not end and (len(head) >= _HEADER or not is_closed(head[blank:], delimiter)):
+    if not end and (len(head) >= _HEADER or not is_closed(head[blank:], delimiter.encode())):
         raise DamageError(
             f"{store.name(entry.path)}: its header has no end in {len(head)} bytes. Check for an unclosed quote."
         )
@@ -115,7 +123,7 @@ def _header(store: Store, entry: Entry) -> tuple[list[str], int]:
         raise DamageError(f"{store.name(entry.path)}: its header is not UTF-8 text: {problem}") from None
     if "\r" in text.rstrip("\r\n") and "\n" not in text:
         raise FormatError(f"{store.name(entry.path)}: its lines end with a carriage return only. Write them with \\n.")
-    names = next(csv.reader(io.StringIO(text.strip("\r\n"), newline=""), delimiter=_delimiter(entry.path)), [])
+    names = next(csv.reader(io.StringIO(text.strip("\r\n"), newline=""), delimiter=delimiter), [])
     return names, end
 
 
