@@ -1,13 +1,12 @@
 """Backend of ``torch.distributed.checkpoint``: saves sharded tensors (FSDP2, tensor parallel), and restores them onto
 other shards.
 
-The folder has torch's own format, with tensors only. Its pickled metadata is read by an unpickler that allows only
-torch's few classes for it: torch itself would execute any code in it.
+The folder has torch's own format, with tensors only. torch itself would execute any code in its pickled metadata, which
+``dcp_metadata.py`` reads instead.
 """
 
 from __future__ import annotations
 
-import pickle
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -22,30 +21,18 @@ import torch.distributed.checkpoint as dcp
 import torch.utils.serialization.config  # imported now: torch would import it at the first write
 from torch.distributed.checkpoint import state_dict as canonical
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from midepoch._internal.values import reason
 from midepoch.checkpoint.arrays import ArraySpec, bytes_of, is_sharded, make_array
 from midepoch.checkpoint.backends import ReadJson, Restorable, Snapshot, quoted_name
+from midepoch.checkpoint.backends.dcp_metadata import read_metadata
 from midepoch.checkpoint.files import BytesSource
 from midepoch.checkpoint.stateful import check_fits, is_distributed, load_state, restore_targets, state_of
 from midepoch.checkpoint.tensor_files import StoredArray
 from midepoch.checkpoint.tree import EncodedTree, array_specs, decode, encode
 from midepoch.distributed.world import World
 from midepoch.errors import CheckpointDamagedError, CheckpointError, CheckpointMismatchError
-
-_METADATA = (
-    "Metadata MetadataIndex TensorStorageMetadata ChunkStorageMetadata TensorProperties StorageMeta "
-    "_MEM_FORMAT_ENCODING"
-)
-_HARMLESS = {
-    ("torch", "Size"),
-    *(("torch.distributed.checkpoint.metadata", name) for name in _METADATA.split()),
-    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
-    ("torch.serialization", "_get_layout"),
-    ("collections", "OrderedDict"),
-    *((module, name) for module in ("pathlib", "pathlib._local") for name in ("PosixPath", "WindowsPath")),
-}
 
 
 class DcpBackend:
@@ -234,28 +221,12 @@ def _errors_of(rank: int) -> Iterator[None]:
             raise CheckpointError(f"torch.distributed.checkpoint: {text:.500}") from (own or problem)
 
 
-class _Unpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
-        if (module, name) not in _HARMLESS and not is_dtype:
-            raise CheckpointDamagedError(f"the metadata of the tensors names {module}.{name}, which torch never writes")
-        return super().find_class(module, name)
-
-
 class _Reader(dcp.FileSystemReader):  # type: ignore[misc]
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:  # noqa: ARG002
         try:
-            with (Path(self.path) / ".metadata").open("rb") as file:
-                metadata = _Unpickler(file).load()
-            if not isinstance(metadata, Metadata):
-                raise ValueError("no metadata")
-        except CheckpointDamagedError:
-            raise
-        except Exception as problem:
+            data = (Path(self.path) / ".metadata").read_bytes()
+        except OSError as problem:
             raise CheckpointDamagedError(f"the metadata of the tensors cannot be read: {problem!r:.200}") from None
-        metadata.storage_meta = metadata.storage_meta or StorageMeta()
+        metadata = read_metadata(data)
         metadata.storage_meta.load_id = self.load_id
-        for entry in (metadata.storage_data or {}).values():
-            if Path(entry.relative_path).name != entry.relative_path:
-                raise CheckpointDamagedError(f"the metadata of the tensors names a file {entry.relative_path!r:.80}")
         return metadata
