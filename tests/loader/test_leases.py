@@ -8,7 +8,9 @@ import multiprocessing
 import os
 import pickle
 import random
+import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -33,6 +35,7 @@ from midepoch.audit import Ledger, read_run
 from midepoch.checkpoint import PipelineCheckpoint
 from midepoch.cli.app import app
 from midepoch.errors import CheckpointMismatchError, LeaseError, MidepochError
+from midepoch.loader import leases as lease_module
 from midepoch.loader.leases import Channel, Tracker, acknowledge
 from states import at_row
 
@@ -367,6 +370,87 @@ def test_a_lease_outlives_its_process_with_an_error(
     assert acknowledge(channel.address, 1, False) is True
     channel.close()
     assert not list(tmp_path.iterdir())
+
+
+def busy_socket(folder: Path) -> socket.socket:
+    """A socket that accepts nobody, with a full backlog: a blocking ``connect`` waits indefinitely."""
+    folder.mkdir(mode=0o755)
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(str(folder / "socket"))
+    listener.listen(0)
+    waiting = socket.socket(socket.AF_UNIX)
+    waiting.connect(str(folder / "socket"))
+    weakref.finalize(listener, waiting.close)
+    os.utime(folder, (0, 0))
+    return listener
+
+
+def test_a_socket_of_another_user_does_not_stop_a_lease_from_being_sent(
+    short_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(short_path))
+    folder = short_path / f"midepoch-leases-{os.getuid()}-0"
+    with busy_socket(folder):
+        channels: list[Channel] = []
+        thread = threading.Thread(target=lambda: channels.append(Channel(lambda *_: True)), daemon=True)
+        thread.start()
+        thread.join(60)
+        assert channels, "connecting to the socket blocked"
+        channels[0].close()
+    assert folder.exists()
+    monkeypatch.setattr(os, "getuid", lambda: 54321)  # nobody listens there now, but it is another user's
+    Channel(lambda *_: True).close()
+    assert folder.exists()
+
+
+def test_a_loader_that_does_not_answer_is_an_error_after_a_while(
+    short_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(short_path))
+    monkeypatch.setattr(lease_module, "DEADLINE", 0.25)
+    folder = short_path / "folder"
+    problems: list[BaseException] = []
+
+    def attempt() -> None:
+        try:
+            acknowledge(str(folder / "socket"), 7, False)
+        except LeaseError as problem:
+            problems.append(problem)
+
+    for backlog in (0, 8):  # it does not accept; it accepts and does not answer
+        with busy_socket(folder) as listener:
+            listener.listen(backlog)
+            thread = threading.Thread(target=attempt, daemon=True)
+            thread.start()
+            thread.join(60)
+            assert "lease 7 was not acknowledged" in str(problems.pop())
+        shutil.rmtree(folder)
+
+
+def test_a_process_that_reads_no_answers_does_not_stop_the_others(
+    short_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(short_path))
+    channel = Channel(lambda *_: True)
+    with socket.socket(socket.AF_UNIX) as flood:
+        flood.connect(channel.address)
+        with pytest.raises((BrokenPipeError, ConnectionResetError, TimeoutError)):
+            flood.settimeout(30)
+            while True:
+                flood.sendall(bytes(9 * 4096))
+        assert acknowledge(channel.address, 1, False) is True
+    channel.close()
+
+
+def test_a_socket_of_another_user_gets_no_acknowledgement(short_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(short_path))
+    channel = Channel(lambda *_: True)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "getuid", lambda: 54321)
+        with pytest.raises(LeaseError, match="belongs to another user"):
+            acknowledge(channel.address, 1, False)
+    assert acknowledge(channel.address, 1, False) is True
+    channel.close()
 
 
 def test_a_thread_that_ends_closes_its_connection(data: str) -> None:

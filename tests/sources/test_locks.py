@@ -250,3 +250,28 @@ def test_a_lock_is_not_inherited_by_a_forked_child(tmp_path: Path) -> None:
         process.stdout.close()
     with locked(target, "it") as place:
         assert place.keep(lambda: target.write_bytes(b"kept"))
+
+
+def test_a_lock_that_is_a_link_is_not_followed(tmp_path: Path) -> None:
+    (tmp_path / "valuable").write_text("x" * 1000)
+    (tmp_path / "lock").symlink_to("valuable")
+    with pytest.raises(OSError, match="symbolic links"):
+        LockFile(tmp_path / "lock")
+    assert (tmp_path / "valuable").read_text() == "x" * 1000
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can create files of another user")
+def test_locks_and_folders_of_another_user_are_not_used(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    (shared / "lock").touch()
+    os.chown(shared / "lock", 54321, -1)
+    with pytest.raises(PermissionError, match="belongs to another user"):
+        LockFile(shared / "lock")
+    planted = shared / f"key-{os.getuid()}"
+    planted.mkdir(mode=0o777)
+    os.chown(planted, 54321, -1)
+    blocks = BlockCache(CacheSpec(str(shared), 1 << 20), "key", lambda _: 0.0)
+    assert blocks.get(0, lambda: pa.table({"x": [1]})).num_rows == 1
+    assert "belongs to another user" in caplog.text
+    assert not list(planted.iterdir())

@@ -11,6 +11,7 @@ that is not acknowledged, and the later ones that are.
 from __future__ import annotations
 
 import atexit
+import errno
 import os
 import secrets
 import selectors
@@ -44,6 +45,10 @@ from midepoch.state.format import Leased
 _MESSAGE = struct.Struct("<q?")
 _FIRST, _AGAIN, _UNKNOWN = b"1", b"0", b"?"
 _SOCKET = "socket"
+_TIMEVAL = struct.Struct("@ll")
+
+DEADLINE = 60.0
+"""Seconds in which the process of a loader has to answer."""
 
 _LONGEST_PATH = 100
 """Bytes of the address of a socket, of which systems allow 104 or 108."""
@@ -78,6 +83,7 @@ class Channel:
         self._closed = True
         atexit.unregister(self.close)
         with suppress(OSError), socket.socket(socket.AF_UNIX) as wake:
+            wake.setblocking(False)
             wake.connect(self.address)
         shutil.rmtree(self._folder, ignore_errors=True)
 
@@ -92,6 +98,7 @@ class Channel:
                     if connection is self._listener:
                         with suppress(OSError):
                             accepted, _ = connection.accept()
+                            accepted.setblocking(False)  # a process that reads no answers must not stop the thread
                             selector.register(accepted, selectors.EVENT_READ)
                     elif not self._answer(connection, unread):
                         unread.pop(connection.fileno(), None)
@@ -124,12 +131,14 @@ class Channel:
 
 
 def _remove_stale(parent: Path, prefix: str) -> None:
-    """Remove folders of processes that were killed: nobody listens there, and they are not new."""
+    """Remove folders of killed processes of this user: nobody listens there, and they are not new."""
     for folder in parent.glob(f"{prefix}*"):
         with suppress(OSError):
-            if time.time() - folder.stat().st_mtime < _FRESH:
+            status = folder.lstat()
+            if status.st_uid != os.getuid() or time.time() - status.st_mtime < _FRESH:
                 continue
             with socket.socket(socket.AF_UNIX) as probe:
+                probe.setblocking(False)
                 try:
                     probe.connect(str(folder / _SOCKET))
                 except (ConnectionRefusedError, FileNotFoundError):
@@ -160,6 +169,10 @@ def _connected(address: str) -> Iterator[socket.socket]:
     if connection is None:
         connection = socket.socket(socket.AF_UNIX)
         try:
+            if Path(address).parent.lstat().st_uid != os.getuid():
+                raise PermissionError(errno.EACCES, "its socket belongs to another user")
+            for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):  # settimeout has no effect on connect
+                connection.setsockopt(socket.SOL_SOCKET, option, _TIMEVAL.pack(int(DEADLINE), int(DEADLINE % 1 * 1e6)))
             connection.connect(address)
         except OSError:
             connection.close()
@@ -180,6 +193,11 @@ def acknowledge(address: str, number: int, rejected: bool) -> bool:
             answer = connection.recv(1)
             if not answer:
                 raise ConnectionResetError("closed")
+    except BlockingIOError:
+        raise LeaseError(
+            f"lease {number} was not acknowledged: the process of its loader did not answer within {DEADLINE:g} s. "
+            "Continue that process if it is stopped, and acknowledge the lease again."
+        ) from None
     except OSError as problem:
         raise LeaseError(
             f"lease {number} cannot be acknowledged: the process of its loader has exited, or is not on this machine "

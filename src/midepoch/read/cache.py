@@ -30,7 +30,7 @@ from pathlib import Path
 import pyarrow as pa
 
 from midepoch.errors import CorruptBlockError, DataChangedError, FormatError
-from midepoch.sources.locks import LockFile
+from midepoch.sources.locks import LockFile, check_owner
 from midepoch.sources.mounts import is_network
 from midepoch.sources.resources import retried
 from midepoch.sources.source import CacheSpec
@@ -211,6 +211,7 @@ class BlockCache:
         self._locks: LockFile | None = None
         try:
             make_private(self._folder)
+            check_owner(self._folder)
             self._locks = LockFile(self._folder / LOCK)
             tidy(self._root, self._folder)
         except OSError as problem:

@@ -7,6 +7,7 @@ saves work: the guarded task must also be correct when two processes do it at th
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
@@ -47,12 +48,14 @@ class LockFile:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._fd: int | None = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | getattr(os, "O_NOFOLLOW", 0)
+        self._fd: int | None = os.open(path, flags, 0o600)
         self._close = weakref.finalize(self, os.close, self._fd)
         self._close.atexit = False  # the system closes the file at exit
         self._guard = threading.Lock()
         self._first_seen: dict[int, tuple[bytes, float]] = {}
         self._ignored: dict[tuple[str, int] | None, float] = {}
+        check_owner(path)
 
     def acquire(self, number: int, task: str, *, wait: bool, limit: float | None = None) -> bool:
         """Return True if this process is to do the task: it holds the lock, or ignores the holder.
@@ -155,6 +158,15 @@ class LockFile:
             "%s holds the lock %s and has not finished %s after %.0f s: this process does the work itself.",
             _described(holder), self._path, task, seconds,
         )  # fmt: skip
+
+
+def check_owner(path: Path) -> None:
+    """Raise PermissionError if a file or folder belongs to neither this user nor the owner of its folder.
+
+    In a folder that all users can write to, another user may have created it first.
+    """
+    if hasattr(os, "getuid") and path.lstat().st_uid not in (os.getuid(), path.parent.stat().st_uid):
+        raise PermissionError(errno.EACCES, "it belongs to another user", str(path))
 
 
 def _now() -> str:
