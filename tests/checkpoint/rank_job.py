@@ -18,7 +18,9 @@ from midepoch.checkpoint import CheckpointError, PipelineCheckpoint
 
 def main(folder: str, data: str, rank: int, size: int, how: str, step: int, when: str = "") -> None:
     # Only who never comes is waited for that long; of the dead it is known that they are.
-    timeout = 2.0 if when in ("alone", "1:join", "0:admit") else 60.0
+    timeout = 2.0 if when == "alone" else 60.0
+    if when == "alone" and rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
     checkpoint = PipelineCheckpoint(folder, rank=rank, world_size=size, timeout=timeout, async_save=how == "async")
     loader = (
         midepoch.from_files(data).shuffle(seed=4).with_format("numpy").loader(batch_size=2, rank=rank, world_size=size)
@@ -35,7 +37,7 @@ def main(folder: str, data: str, rank: int, size: int, how: str, step: int, when
         passing = iter(loader)
         for _ in range(batches):
             next(passing)
-        if when == "alone" and rank == 1:
+        if when == f"first {rank}":
             os.kill(os.getpid(), signal.SIGKILL)
         if when.startswith("then"):  # it was there once, and dies on its way to the next meeting
             checkpoint.save(loader, model, step=step - 1)

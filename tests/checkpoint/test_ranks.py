@@ -18,7 +18,7 @@ import ports
 from forks import Forks
 from midepoch.checkpoint import CheckpointMismatchError, CheckpointSaveError, PipelineCheckpoint
 from midepoch.checkpoint.local import LocalBoard
-from midepoch.checkpoint.rendezvous import Leader
+from midepoch.checkpoint.rendezvous import Leader, Members
 from midepoch.distributed.world import World
 
 JOB = Path(__file__).with_name("rank_job.py")
@@ -92,6 +92,17 @@ def test_a_rank_that_dies_between_two_saves_is_not_waited_for(dead: int, data: s
     assert said[dead].startswith("rc -9")
     assert f"rank {dead}" in said[1 - dead] and "has died before it c" in said[1 - dead], said
     assert PipelineCheckpoint(tmp_path).steps() == [1]
+
+
+@pytest.mark.parametrize("dead", [0, 1])
+def test_a_rank_that_dies_before_the_first_save_is_not_waited_for(
+    dead: int, data: str, tmp_path: Path, run: Run
+) -> None:
+    said = run(tmp_path, data, 2, "save", 1, when=f"first {dead}")
+    assert said[dead].startswith("rc -9")
+    assert f"rank {dead}" in said[1 - dead] and "has died before it c" in said[1 - dead], said
+    assert run(tmp_path, data, 2, "save", 1) == [f"saved {[1]}"] * 2, "the notes of the dead disturb nobody"
+    assert not list(tmp_path.glob(".ranks/present*"))
 
 
 def test_a_rank_that_stays_away(data: str, tmp_path: Path, run: Run) -> None:
@@ -328,7 +339,7 @@ def test_under_jax_with_several_processes(data: str, tmp_path: Path) -> None:
 def test_a_rank_that_has_said_that_it_is_done_may_die(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also if it says so and dies in the very moment in which rank 0 looks."""
     board = LocalBoard(tmp_path)
-    leader = Leader(board, "save-1", World(0, 2), timeout=60, token="t")
+    leader = Leader(board, "save-1", World(0, 2), timeout=60, token="t", members=Members(board, World(0, 2)))
     leader._present = {1: ("n", {})}
 
     def dies(_note: Any) -> bool:

@@ -18,10 +18,10 @@ from midepoch.checkpoint.backends import backend_named
 from midepoch.checkpoint.background import Background, Snapshots
 from midepoch.checkpoint.manifest import Manifest
 from midepoch.checkpoint.matching import fit
-from midepoch.checkpoint.rendezvous import report_absence
+from midepoch.checkpoint.rendezvous import Members, report_absence
 from midepoch.checkpoint.restoring import StepLoader
 from midepoch.checkpoint.retention import Keep, parse_keep
-from midepoch.checkpoint.store import Process, open_store, read_manifests, retrying
+from midepoch.checkpoint.store import open_store, read_manifests, retrying
 from midepoch.distributed.runs import run_identity
 from midepoch.distributed.world import World, find_world
 from midepoch.errors import CheckpointDamagedError, CheckpointNotFoundError
@@ -68,7 +68,7 @@ class PipelineCheckpoint:
         self._timeout = timeout
         self._backend = backend_named(backend, self._world)
         self._background, self._snapshots = Background(), Snapshots()
-        self._members: dict[int, Process] = {}
+        self._members = Members(self._store.board, self._world)
         self._damaged: set[tuple[int, int]] = set()  # (step, sequence) of steps that were found damaged when read
 
     def __repr__(self) -> str:

@@ -10,6 +10,7 @@ It uses no collectives: it works in a thread, under any launcher, and no rank wa
     done-RANK-NUMBER          payload of a rank that has finished, or its error
     go-TOKEN                  from rank 0: all have arrived and agree (only where they write together)
     outcome-TOKEN             from rank 0: the result
+    present-RANK-NUMBER       this rank has been started, and has not been to a rendezvous yet
 
 A note of an earlier run cannot be mistaken for one of this run: a joining rank draws a number of its own and continues
 only when rank 0 has answered to that number.
@@ -32,6 +33,7 @@ from typing import Any
 
 from midepoch._internal.values import reason
 from midepoch.checkpoint.store import STALE, Board, Process
+from midepoch.distributed.runs import run_identity
 from midepoch.distributed.world import World
 from midepoch.errors import CheckpointError
 
@@ -57,14 +59,54 @@ class RankError(CheckpointError):
     """A rank died, did not arrive or failed."""
 
 
+class Members:
+    """Processes of the ranks, as far as they are known: if one on this machine dies before it arrives, that is noticed.
+
+    A rank is known from its last rendezvous. Until its first one, a note on the board names its process.
+    """
+
+    def __init__(self, board: Board, world: World) -> None:
+        self._board, self._processes, self._note = board, dict[int, Process](), ""
+        if world.size > 1:
+            self._group = f"present{run_identity(world)}"
+            self._note = f"{self._group}/present-{world.rank}-{secrets.token_hex(8)}"
+            with suppress(Exception):  # a rank that only reads may have no access
+                board.put(self._note, encode_note())
+
+    def add(self, rank: int, note: dict[str, Any]) -> None:
+        """Remember the process that wrote a note."""
+        if process := Process.parse(note.get("process")):
+            self._processes[rank] = process
+
+    def forget(self) -> None:
+        """Forget the processes of earlier rendezvous: ranks may have been replaced."""
+        self._processes.clear()
+
+    def has_died(self, rank: int) -> bool:
+        if rank not in self._processes and self._note:
+            names = [name for name in self._board.names(self._group) if parse_name(name)[1] == rank]
+            notes = [read_note(self._board, name) for name in names]
+            # An earlier note belongs to another run. Of several, that of a live process counts.
+            recent = [note for note in notes if isinstance(note.get("time"), float) and note["time"] > _process_started]
+            for note in sorted(recent, key=is_dead, reverse=True):
+                self.add(rank, note)
+        return rank in self._processes and self._processes[rank].is_dead()
+
+    def arrived(self) -> None:
+        """Remove the note: this rank has been to a rendezvous."""
+        note, self._note = self._note, ""
+        if note:
+            with suppress(Exception):
+                self._board.remove([note])
+
+
 @dataclass
 class _Member:
     board: Board
     group: str
     world: World
     timeout: float
-    members: dict[int, Process] = field(default_factory=dict, kw_only=True)
-    """Processes of earlier rendezvous, by rank: if one on this machine dies before it arrives, that is noticed."""
+    members: Members = field(kw_only=True)
     _started: float = field(default_factory=time.time, init=False)
 
     def _error_without_note(self) -> RankError:
@@ -92,7 +134,8 @@ class Leader(_Member):
             self._check_listed(names)
             missing = sorted(set(range(1, self.world.size)) - set(self._present))
             for rank in missing:
-                if rank in self.members and self.members[rank].is_dead():
+                if self.members.has_died(rank):
+                    raise_absence(self.board, self.board.names(self.group), self._started)  # written before it exited
                     raise RankError(f"rank {rank} of {self.world.size} has died before it came to {self.group}.")
             waiting = (
                 f"{self.group}: waiting for rank {_first(missing)} of {self.world.size}. Every rank has to call save "
@@ -104,6 +147,7 @@ class Leader(_Member):
                     f"rank {_first(missing)} of {self.world.size} did not come to {self.group} within "
                     f"{self.timeout:g} s: it has died, is at another step, or does not see {self.board.name}."
                 )
+        self.members.arrived()
         return {rank: note.get("payload") for rank, (_, note) in self._present.items()}
 
     def _receive(self, name: str) -> None:
@@ -115,8 +159,7 @@ class Leader(_Member):
             self.board.put(f"{self.group}/answer-{rank}-{number}", encode_note(token=self.token))
         elif topic == "here" and (note := read_note(self.board, name)).get("token") == self.token:
             self._present[rank] = (number, note)
-            if process := Process.parse(note.get("process")):
-                self.members[rank] = process
+            self.members.add(rank, note)
 
     def gather(self) -> dict[int, Any]:
         """Wait until all ranks have finished; return the payload of each. Raises RankError."""
@@ -183,10 +226,10 @@ class Follower(_Member):
         self.board.put(self._name("join"), encode_note())
         answer = self._wait_for(self._name("answer"), "answer", "join")
         self.token = str(answer["token"])
-        if process := Process.parse(answer.get("process")):
-            self.members[0] = process
+        self.members.add(0, answer)
         self.board.put(self._name("here"), encode_note(token=self.token, payload=payload))
         self._is_present = True
+        self.members.arrived()
         return self.token
 
     def done(self, payload: Any = None) -> None:
@@ -221,20 +264,20 @@ class Follower(_Member):
         backoff = Backoff(self.timeout, self.board.poll_interval)
         was_listed = False
         while not (note := self._read(name)):
-            dead = 0 in self.members and self.members[0].is_dead()
+            dead = self.members.has_died(0)
             is_listed = self.board.get(self._name(own)) is not None
             dismissed, was_listed = was_listed and not is_listed, is_listed
             if (dead or dismissed) and (note := self._read(name)):
                 break
+            if not self.token:
+                absences = [other for other in self.board.names(self.group) if "/absent-0-" in other]
+                raise_absence(self.board, absences, self._started)
             if dead:
                 self._leave()
                 raise RankError(f"rank 0 has died before it could {action} ({self.group}).")
             if dismissed:
                 self._leave()
                 raise self._error_without_note()
-            if not self.token:
-                absences = [other for other in self.board.names(self.group) if "/absent-0-" in other]
-                raise_absence(self.board, absences, self._started)
             if not backoff.pause(f"{self.group}: rank {self.world.rank} waits for rank 0 to {action}"):
                 self._leave()
                 raise RankError(

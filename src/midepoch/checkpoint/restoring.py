@@ -12,9 +12,9 @@ from typing import Any
 from midepoch.checkpoint import disk, files, rng, stateful
 from midepoch.checkpoint.backends import Backend, Restorable
 from midepoch.checkpoint.manifest import Manifest, checked_name
-from midepoch.checkpoint.rendezvous import Follower, Leader, lead
+from midepoch.checkpoint.rendezvous import Follower, Leader, Members, lead
 from midepoch.checkpoint.saving import BACKEND_PART, Contents, rank_part
-from midepoch.checkpoint.store import CheckpointStore, Process, StepRemovedError, read_manifests, retrying
+from midepoch.checkpoint.store import CheckpointStore, StepRemovedError, read_manifests, retrying
 from midepoch.checkpoint.tensor_files import StoredArray, StoredTree, find_arrays
 from midepoch.checkpoint.tree import array_specs
 from midepoch.distributed.world import World
@@ -210,11 +210,11 @@ class StepLoader:
     def load(self, manifest: Manifest) -> LoadedStep:
         return load(self.store, manifest, self.targets, self.world, self.allow_pickle)
 
-    def agreed_latest(self, group: str, timeout: float, members: dict[int, Process]) -> LoadedStep | None:
+    def agreed_latest(self, group: str, timeout: float, members: Members) -> LoadedStep | None:
         """Return the latest step that is not damaged: rank 0 finds it for all ranks."""
         if self.world.size == 1:
             return self.latest()
-        members.clear()  # ranks may have been replaced
+        members.forget()
         if self.world.rank:
             follower = Follower(self.store.board, group, self.world, timeout, members=members)
             try:

@@ -19,8 +19,8 @@ from midepoch.checkpoint import rng, stateful
 from midepoch.checkpoint.backends import Backend
 from midepoch.checkpoint.files import Checksums, ChecksumSink, SideThread, file_checksums
 from midepoch.checkpoint.manifest import Manifest
-from midepoch.checkpoint.rendezvous import Follower, Leader, lead
-from midepoch.checkpoint.store import CheckpointStore, Process, read_manifests, retrying
+from midepoch.checkpoint.rendezvous import Follower, Leader, Members, lead
+from midepoch.checkpoint.store import CheckpointStore, read_manifests, retrying
 from midepoch.checkpoint.tensor_files import write_arrays
 from midepoch.checkpoint.tree import INLINE, EncodedTree, encode
 from midepoch.distributed.rendezvous import differences
@@ -123,9 +123,7 @@ def common_state(state: Any, is_global: bool) -> Any:
     return state if is_global else None
 
 
-def save(
-    store: CheckpointStore, job: SaveJob, world: World, timeout: float, members: dict[int, Process]
-) -> list[Manifest]:
+def save(store: CheckpointStore, job: SaveJob, world: World, timeout: float, members: Members) -> list[Manifest]:
     """Write and commit a step; return on rank 0 the manifests of all steps, this one last.
 
     Raises CheckpointSaveError; earlier steps are unchanged. KeyboardInterrupt is raised as such, also if a library has
