@@ -146,3 +146,20 @@ def test_minimum_constraints_are_the_bounds_that_are_declared() -> None:
     assert set(declared) - left_out <= set(pinned)
     for name in set(declared) - left_out:
         assert (pinned[name] + ".").startswith(declared[name] + "."), f"{name}: {declared[name]} and {pinned[name]}"
+
+
+@pytest.mark.parametrize("name", sorted(path.name for path in (ROOT / "scripts").iterdir() if path.name != "help"))
+def test_the_help_of_a_script_installs_nothing(name: str, tmp_path: Path) -> None:
+    shutil.copytree(ROOT / "scripts", tmp_path / "scripts")
+    for tool in ("python3", "pip", "timeout", "apt-get"):
+        (tmp_path / "bin").mkdir(exist_ok=True)
+        (tmp_path / "bin" / tool).write_text(f"#!/bin/sh\ntouch {tmp_path}/used\nexit 1\n")
+        (tmp_path / "bin" / tool).chmod(0o755)
+    before = sorted(tmp_path.rglob("*"))
+    command = [sys.executable] if name == "prose" else []
+    environment = {"PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}"}
+    for option in ("--help", "-h"):
+        done = subprocess.run([*command, f"scripts/{name}", option], cwd=tmp_path, env=environment, capture_output=True)
+        assert done.returncode == 0, done.stderr
+        assert len(done.stdout.split()) > 5
+        assert sorted(tmp_path.rglob("*")) == before
