@@ -80,13 +80,14 @@ def test_documented_form_is_accepted(small_files: list[str], shards: int, mode: 
             other = (make(small_files) if shuffled else SimpleArrowIterableDataset(small_files)).shard(
                 shards, shard, mode=mode
             )
-            other.load_state_dict(state)
+            other.load_state_dict(state, example_index="last")
             assert numbers(other) == rest
 
 
 def test_next_is_the_example_after_the_saved_one(small_files: list[str]) -> None:
     ids = SimpleArrowIterableDataset(small_files)
-    ids.load_state_dict({**documented(ids), "current_file_index": 2, "current_example_index": 5})
+    state = {**documented(ids), "current_file_index": 2, "current_example_index": 5}
+    ids.load_state_dict(state, example_index="last")
     assert next(iter(ids))["id"] == 10 + 6
 
 
@@ -96,7 +97,7 @@ def test_drawn_seed_is_taken_over(small_files: list[str]) -> None:
     for _ in range(8):
         next(iterator)
     other = SimpleArrowIterableDataset(small_files).shuffle(scope="rows")
-    other.load_state_dict(documented(ids))
+    other.load_state_dict(documented(ids), example_index="last")
     assert numbers(other) == numbers(iterator)
 
 
@@ -105,7 +106,7 @@ def test_moved_files_are_the_same_files(small_files: list[str], tmp_path: Path) 
     ids, other = make(small_files), make(moved)
     iterator = iter(ids)
     next(iterator)
-    other.load_state_dict(documented(ids))
+    other.load_state_dict(documented(ids), example_index="last")
     assert numbers(other) == numbers(iterator)
 
 
@@ -192,6 +193,32 @@ def test_states_of_forgather_resume_at_the_row_after_the_last_one(small_files: l
     assert numbers(ids) == []
 
 
+def test_states_with_six_keys_have_two_readings(small_files: list[str]) -> None:
+    """The first version of forgather wrote the documented keys, and counted the next example."""
+    for taken in (1, 8, 10, 11, 22, 36):
+        state = {key: of_forgather(small_files, taken)[key] for key in KEYS}
+        ids = SimpleArrowIterableDataset(small_files)
+        if state["current_example_index"] < SIZES[state["current_file_index"]]:
+            for call in (ids.load_state_dict, ids.check_state):
+                with pytest.raises(StateError, match="the last example .* or the next one, .*example_index=") as caught:
+                    call(state)
+            assert f"current_example_index={state['current_example_index']}" in str(caught.value)
+            assert ids.state_dict()["position"] == 0
+            ids.load_state_dict(state, example_index="last")
+            ids.set_epoch(0)  # of an epoch that is over nothing is left
+            assert numbers(ids) == list(range(taken + 1, 37))
+        ids = SimpleArrowIterableDataset(small_files)
+        ids.load_state_dict(state, example_index="next")
+        assert numbers(ids) == list(range(taken, 37))
+    fresh = {**state, "current_file_index": 0, "current_example_index": -1}
+    ids.load_state_dict(fresh)  # forgather never counts -1
+    assert numbers(ids) == list(range(37))
+    with pytest.raises(CheckpointMismatchError, match="forgather divides shards"):
+        ids.shard(2, 0).load_state_dict({**state, "shard_config": [2, 0]}, example_index="next")
+    with pytest.raises(ValueError, match='must be "last" or "next", got \'first\''):
+        ids.load_state_dict(state, example_index="first")  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize(
     ("change", "field"),
     [
@@ -269,4 +296,4 @@ def test_a_list_of_documented_states_at_the_end_of_an_epoch(small_files: list[st
         list(ds)
         state = ds.state_dict()
         documented.append({key: state[key] for key in names})
-    SimpleArrowIterableDataset(small_files).shard(2, 0).load_state_dict(documented)
+    SimpleArrowIterableDataset(small_files).shard(2, 0).load_state_dict(documented, example_index="last")

@@ -5,9 +5,9 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -70,11 +70,14 @@ class _DocumentedIteration(IterationState):
         place = int(np.searchsorted(starts, at, side="right")) - 1
         return place, at - int(starts[place])
 
-    def state_in(self, state: Any) -> Any:
-        """Convert the documented form, with lists of files and without the core's fields, to a state of the core."""
+    def state_in(self, state: Any, example_index: str | None = None) -> Any:
+        """Convert the documented form, with lists of files and without the core's fields, to a state of the core.
+
+        ``example_index``: "last" or "next", the example that the state counts.
+        """
         if not isinstance(state, Mapping) or KEY in state or "current_file_index" not in state:
             return state
-        counts_next = _check_keys(state)
+        counts_next = _check_keys(state, example_index)
         try:
             place, example = int(state["current_file_index"]), int(state["current_example_index"]) - counts_next
             shards, shard = map(int, state["shard_config"][:2]) if state["shard_config"] else (1, 0)
@@ -91,6 +94,12 @@ class _DocumentedIteration(IterationState):
             self._check_files("shuffled_files", state["shuffled_files"], _shuffled(pipeline, epoch))
         starts, _ = _file_places(pipeline, epoch)
         at = _row_before(starts, place, example, counts_next)
+        if example >= 0 and not counts_next and example_index is None:
+            raise StateError(
+                f"the state has the six documented keys only, and current_example_index={example} has two readings: "
+                "the last example that was delivered, as documented, or the next one, as the first version of "
+                'forgather counts. Pass load_state_dict(state, example_index="last") or "next".'
+            )
         taken = pipeline.order.at(epoch, pipeline.source.layout).position(at) // shards + 1 if at >= 0 else 0
         over = taken >= share.before(pipeline.rows)  # of this shard: others may have one more row
         _log.warning("this state contains the names of its files but no fingerprints: only the names were compared.")
@@ -130,12 +139,14 @@ class _DocumentedIteration(IterationState):
             )
 
 
-def _check_keys(state: Mapping[str, Any]) -> bool:
-    """Raise unless the origin of a state is certain. Return True for forgather, which counts the next example.
+def _check_keys(state: Mapping[str, Any], example_index: str | None) -> bool:
+    """Raise unless a state has the documented keys, or those of forgather. Return True if it counts the next example.
 
     The documented state has six keys, and its example is the last one delivered. States of forgather have additional
-    keys.
+    keys, except those of its first version, which only the caller can distinguish.
     """
+    if example_index not in (None, "last", "next"):
+        raise ValueError(f'example_index must be "last" or "next", got {example_index!r}.')
     for key in _DOCUMENTED:
         if key not in state or (key == "arrow_files" and state[key] is None):
             cause = "the state was saved by another program: it does not identify its data or its position"
@@ -149,12 +160,13 @@ def _check_keys(state: Mapping[str, Any]) -> bool:
     if unknown:
         cause = "the state was saved by another program, or by a version that counts in an unknown way"
         raise CheckpointMismatchError(unknown[0], state[unknown[0]], "not a key of this state", cause)
-    if forgather:
-        used = next((key for key in ("shard_config", *_FORGATHER) if state[key] is not None), None)
+    counts_next = forgather or example_index == "next"
+    if counts_next:
+        used = next((key for key in ("shard_config", *_FORGATHER) if state.get(key) is not None), None)
         if used is not None:
             cause = "forgather divides shards and splits differently from midepoch"
             raise CheckpointMismatchError(used, state[used], None, cause)
-    return forgather
+    return counts_next
 
 
 def _row_before(starts: Any, place: int, example: int, counts_next: bool) -> int:
@@ -181,6 +193,21 @@ class SimpleArrowIterableDataset(Dataset):
         self, data: PipelineSpec | str | Sequence[str], cursor: Cursor | None = None, *, named: bool = False
     ) -> None:
         super().__init__(data if isinstance(data, PipelineSpec) else from_files(data).pipeline, cursor, named=named)
+
+    def load_state_dict(
+        self, state: Any, *, allow: Collection[str] = (), example_index: Literal["last", "next"] | None = None
+    ) -> None:
+        """Continue from a state, or from the list of the states of all shards. See ``Dataset.load_state_dict``.
+
+        ``example_index``: the meaning of ``current_example_index`` in a state with the six documented keys only.
+        "last": the last example that was delivered, as documented. "next": the next one, as in forgather's first
+        version.
+        """
+        iteration = self._iteration
+        assert isinstance(iteration, _DocumentedIteration)
+        given = state if isinstance(state, (list, tuple)) else [state]
+        converted = [iteration.state_in(each, example_index) for each in given]
+        super().load_state_dict(converted if given is state else converted[0], allow=allow)
 
     @property
     def arrow_files(self) -> list[str]:
