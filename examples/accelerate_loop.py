@@ -40,6 +40,7 @@ def train(folder: Path, die_at: int | None) -> None:
     step = max((int(path.name) for path in folder.glob("checkpoints/*")), default=0)
     if step:
         accelerator.load_state(str(folder / "checkpoints" / str(step)))
+        accelerator.print(f"Resumed from step {step}, in epoch {loader.epoch}", flush=True)
     with open(folder / f"rows-{accelerator.process_index}.txt", "a", buffering=1) as seen:
         while loader.epoch < EPOCHS:
             for batch in loader:

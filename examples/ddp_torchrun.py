@@ -43,6 +43,8 @@ def train(folder: Path, die_at: int | None) -> None:
     loader = ds.loader(GLOBAL_BATCH // size, num_workers=1, last_batch="drop")
     checkpoint = PipelineCheckpoint(folder / "checkpoints", keep=3)  # all ranks save and restore
     step = checkpoint.restore_latest(loader, model, optimizer) or 0
+    if step and rank == 0:
+        print(f"Resumed from step {step}, in epoch {loader.epoch}", flush=True)
     with open(folder / f"rows-{rank}.txt", "a", buffering=1) as seen:
         while loader.epoch < EPOCHS:
             for batch in loader:

@@ -52,6 +52,7 @@ def train(folder: Path, die_at: int | None) -> None:
         state = ocp.args.StandardRestore(nnx.state((model, optimizer)))
         restored = manager.restore(step, args=ocp.args.Composite(model=state, data=DataRestore(loader)))
         nnx.update((model, optimizer), restored.model)
+        print(f"Resumed from step {step}, in epoch {loader.epoch}", flush=True)
     with open(folder / "rows-0.txt", "a", buffering=1) as seen:
         while loader.epoch < EPOCHS:
             for batch in loader:

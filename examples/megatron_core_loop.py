@@ -9,13 +9,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 import torch.distributed as dist
-from megatron.core import dist_checkpointing, parallel_state
-from megatron.core.enums import ModelType
+from megatron.core import dist_checkpointing, enums, parallel_state
 from megatron.core.num_microbatches_calculator import get_num_microbatches, init_num_microbatches_calculator
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer import MegatronModule, TransformerConfig
@@ -24,13 +22,16 @@ import midepoch
 from midepoch.integrations.megatron import iterator
 
 ROWS, LENGTH, GLOBAL_BATCH, MICRO_BATCH, STEPS, EVERY = 101, 16, 16, 2, 20, 5
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+try:
+    DEVICE = torch.cuda.current_device()  # as Megatron-Core itself does
+except (AssertionError, RuntimeError):
+    sys.exit("Megatron-Core needs CUDA, and torch finds no GPU here. Run this example on a machine with a GPU.")
 
 
 class Model(MegatronModule):  # type: ignore[misc]  # or GPTModel
     def __init__(self) -> None:
         super().__init__(TransformerConfig(num_layers=1, hidden_size=16, num_attention_heads=1))
-        self.model_type, self.set_input_tensor = ModelType.encoder_or_decoder, lambda _: None
+        self.model_type, self.set_input_tensor = enums.ModelType.encoder_or_decoder, lambda _: None
         self.layers = torch.nn.Sequential(torch.nn.Embedding(ROWS, 16), torch.nn.Linear(16, ROWS))
 
     def forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -43,6 +44,11 @@ def forward_step(data: Any, model: Model) -> tuple[torch.Tensor, Any]:
 
 
 def train(folder: Path, die_at: int) -> None:
+    if dist.get_rank() == 0 and not (folder / "data.parquet").exists():
+        folder.mkdir(exist_ok=True)
+        sequences = [[(row + i) % ROWS for i in range(LENGTH + 1)] for row in range(ROWS)]  # begin with their number
+        pq.write_table(pa.table({"tokens": sequences}), folder / "data.parquet", row_group_size=10)
+    dist.barrier()
     ranks = parallel_state.get_data_parallel_world_size()
     init_num_microbatches_calculator(dist.get_rank(), None, GLOBAL_BATCH, MICRO_BATCH, ranks)
     data = iterator(midepoch.from_files(folder / "data.parquet").shuffle(seed=42).with_lanes(8))
@@ -68,12 +74,6 @@ def train(folder: Path, die_at: int) -> None:
 
 
 if __name__ == "__main__":
-    dist.init_process_group("cpu:gloo,cuda:nccl" if DEVICE == "cuda" else "gloo")
+    dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
     parallel_state.initialize_model_parallel()
-    folder = Path(sys.argv[1])
-    if dist.get_rank() == 0 and not (folder / "data.parquet").exists():
-        folder.mkdir(exist_ok=True)
-        sequences = [np.arange(row, row + LENGTH + 1) % ROWS for row in range(ROWS)]  # begin with their number
-        pq.write_table(pa.table({"tokens": sequences}), folder / "data.parquet", row_group_size=10)
-    dist.barrier()
-    train(folder, int(sys.argv[2]) if len(sys.argv) > 2 else 0)
+    train(Path(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 0)

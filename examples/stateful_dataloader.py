@@ -38,6 +38,8 @@ def train(folder: Path, die_at: int | None) -> None:
     checkpoint = PipelineCheckpoint(folder / "checkpoints", keep=3)
     step = checkpoint.restore_latest(loader, model, optimizer) or 0
     begun = checkpoint.metadata(step)["epoch"] if step else 0
+    if step:
+        print(f"Resumed from step {step}, in epoch {begun}", flush=True)
     with open(folder / "rows-0.txt", "a", buffering=1) as seen:
         for epoch in range(begun, EPOCHS):
             ds.set_epoch(epoch)  # a dataset does not go to the next epoch by itself

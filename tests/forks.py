@@ -128,6 +128,7 @@ class Forks:
         """A script alone or as ``size`` ranks, to its end: the first exit status that is not 0. It says what went wrong."""
         command = [str(script), *arguments]
         done = self.world(size, *command) if size > 1 else self.run(command)
+        sys.stdout.write("".join(one.stdout for one in done))
         sys.stderr.write("".join(one.stderr[-6000:] for one in done if one.returncode))
         return next((one.returncode for one in done if one.returncode), 0)
 

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from forks import Forks
 
@@ -62,3 +63,23 @@ def test_resumable_training_on_fewer_rows(framework: str, tmp_path: Path, torch_
 @pytest.mark.parametrize("framework", ["torch", "jax"])
 def test_resumable_training(framework: str) -> None:
     assert says(EXAMPLES / f"resumable_training_{framework}.py") == RESUMABLE
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+def test_megatron_needs_a_gpu(tmp_path: Path, torch_forks: Forks) -> None:
+    fakes = {
+        "__init__": "dist_checkpointing = enums = parallel_state = None",
+        "num_microbatches_calculator": "get_num_microbatches = init_num_microbatches_calculator = None",
+        "pipeline_parallel": "get_forward_backward_func = None",
+        "transformer": "MegatronModule = TransformerConfig = object",
+    }
+    (tmp_path / "megatron/core").mkdir(parents=True)
+    for name, code in fakes.items():
+        (tmp_path / f"megatron/core/{name}.py").write_text(code)
+    (done,) = torch_forks.run(
+        [str(EXAMPLES / "megatron_core_loop.py"), str(tmp_path / "run")], env={"PYTHONPATH": str(tmp_path)}
+    )
+    assert done.returncode == 1
+    assert done.stderr == (
+        "Megatron-Core needs CUDA, and torch finds no GPU here. Run this example on a machine with a GPU.\n"
+    )

@@ -14,6 +14,7 @@ from launch import Program
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 DIE_AT, SAVED = 47, 40  # in the second epoch
+RESUMED = f"Resumed from step {SAVED}, in epoch 1\n"
 
 
 def noted(folder: Path, rank: int) -> list[tuple[int, list[int]]]:
@@ -39,13 +40,18 @@ def uninterrupted(folder: Path, rank: int, ranks: int, ends: str) -> list[tuple[
         ("lightning_fit", 1, "drop"),
     ],
 )
-def test_rows_of_a_run_that_was_killed(name: str, ranks: int, ends: str, program: Program, tmp_path: Path) -> None:
+def test_rows_of_a_run_that_was_killed(
+    name: str, ranks: int, ends: str, program: Program, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     check(program, name, ranks, ends, tmp_path)
+    if name in ("ddp_torchrun", "fsdp2_dcp", "accelerate_loop"):
+        assert capfd.readouterr().out.count(RESUMED) == 1  # by one of the ranks
 
 
 @pytest.mark.slow
-def test_rows_of_a_run_of_jax_that_was_killed(tmp_path: Path) -> None:
+def test_rows_of_a_run_of_jax_that_was_killed(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     check(launch.program, "jax_orbax", 1, "uneven", tmp_path)  # not in a fork: it has threads
+    assert RESUMED in capfd.readouterr().out
 
 
 def check(program: Program, name: str, ranks: int, ends: str, tmp_path: Path) -> None:
@@ -80,12 +86,13 @@ def check_datamodule(program: Program, tmp_path: Path) -> None:
     assert found == [sorted(batch["id"].tolist()) for _ in range(2) for batch in loader]
 
 
-def test_rows_of_stateful_dataloader(program: Program, tmp_path: Path) -> None:
+def test_rows_of_stateful_dataloader(program: Program, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Its batches depend on its workers, so they are compared with those of a whole run."""
     script, whole, killed = EXAMPLES / "stateful_dataloader.py", tmp_path / "whole", tmp_path / "killed"
     assert program(1, script, str(whole)) == 0
     assert program(1, script, str(killed), "--die-at", str(DIE_AT)) == -9
     assert program(1, script, str(killed)) == 0
+    assert RESUMED in capfd.readouterr().out
     expected = noted(whole, 0)
     assert noted(killed, 0) == [*islice(expected, DIE_AT), *expected[SAVED:]]
     epoch = [row for _, rows in expected[: len(expected) // 2] for row in rows]
