@@ -162,7 +162,7 @@ def test_a_script_that_does_not_listen_to_sigterm_ends(how: list[str], path: str
 
 STUCK = """
 import sys, time, midepoch
-from midepoch._internal import threads
+from midepoch._internal import processes
 from midepoch.read import fetched
 processes._PATIENCE = 0.2
 make = fetched.FetchedBlocks._make
