@@ -457,3 +457,29 @@ def test_a_long_range_of_steps_is_an_error_at_once() -> None:
     """Its steps are not listed one by one."""
     with pytest.raises(ValueError, match="its last step is 5"):
         data(0, 10).loader(2).exclude(steps=range(1, 10**15))
+
+
+@pytest.mark.parametrize("planned", [False, True])
+def test_rows_that_are_excluded_after_a_resume_with_larger_batches_drop_nothing(planned: bool, tmp_path: Path) -> None:
+    """What is too few for a batch is still there for a resume with smaller ones."""
+
+    def ranks(attempt: str, world: int, size: int) -> list[midepoch.Loader]:
+        batches: dict[str, Any] = {"max_tokens": 10 * size, "bucket_window": 12} if planned else {"batch_size": size}
+        ledger = Ledger(tmp_path, attempt=attempt)
+        more = {"last_batch": "drop", "world_size": world, "audit": ledger, **batches}
+        return [data(0, 48).loader(rank=rank, **more) for rank in range(world)]
+
+    (first,) = ranks("1", 1, 1)
+    assert len(list(islice(first, 20 if planned else 34))) >= 20
+    state = first.state_dict()
+    for loader in ranks("2", 4, 4):
+        loader.load_state_dict(state)
+        loader.exclude(rows=[40])
+        state = loader.state_dict()
+    (last,) = ranks("3", 1, 1)
+    last.load_state_dict(state)
+    assert list(last)
+    run = read_run(tmp_path)
+    assert run.exact and run.epochs[0].never == 0, run.epochs
+    assert run.epochs[0].once + run.epochs[0].excluded + run.epochs[0].dropped == 48
+    assert len(run.epochs) == 1

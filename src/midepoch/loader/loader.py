@@ -403,6 +403,9 @@ class Loader(Resumable):
         cursor, spec, options = self._next_cursor(), self.pipeline, self._options
         if run is not None:
             documents, steps = edits.documents_of(run, steps, spec), None
+        # Rows that are too few for a batch after a resume are dropped when a pass begins, and not by an edit.
+        keeps_rest = steps is None and self.last_batch == "drop" and self._run.kind is runs.Kind.LOADED
+        cursor = self._where() if keeps_rest else cursor
         if documents is not None:
             rows = edits.rows_of_documents(documents, self.sources)
         if steps is not None:
@@ -412,7 +415,8 @@ class Loader(Resumable):
         _log.info("exclude: %d %s are left out from the next batch on", edited.left_out, spec.unit)
         self._continue_at(edited.spec, edited.cursor)
         ledger, is_planned = self._ledger, spec.unit == "rows"
-        if ledger is not None and is_planned and not make_plan(edited.spec, options, edited.cursor).has(0):
+        no_batch = is_planned and not make_plan(edited.spec, options, edited.cursor).has(0)
+        if ledger is not None and no_batch and not keeps_rest:
             # Nothing is left of the epoch, so that no batch follows that would begin a record.
             self._draw_seed()
             self._begin_record(ledger, edited.cursor)
