@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 import midepoch
 from data import numbered, write_arrow
 from midepoch.errors import CheckpointMismatchError, FormatError
-from midepoch.sources.arrow_batches import BatchReader
-from midepoch.sources.arrow_ipc import scan
+from midepoch.sources.arrow_ipc import BatchReader, scan
 
 
 @pytest.mark.parametrize("file_format", [False, True])

@@ -24,7 +24,7 @@ from midepoch.errors import FormatError
 from midepoch.sources import Source
 from midepoch.sources import index as index_module
 from midepoch.sources import lake as lake_module
-from midepoch.sources.formats.shards import footer_parts
+from midepoch.sources.formats.records import footer_parts
 from midepoch.sources.index import Index, open_index
 from shard_files import FIXTURES
 

@@ -17,7 +17,7 @@ import pytest
 import midepoch
 from midepoch.errors import FormatError
 from midepoch.sources.formats import lines
-from midepoch.sources.formats.elements import elements
+from midepoch.sources.formats.cutting import elements
 from midepoch.testing import assert_resumes_exactly
 
 TRAPS = ['"', "\\", '\\"', "}, {", "[[", "]", "\\\\", "é", "🙂", "\n", "a,b", '{"x": [1', "\t", ""]

@@ -22,7 +22,7 @@ import pytest
 import midepoch
 from data import write_arrow
 from midepoch.errors import ColumnError, DataChangedError, FormatError
-from midepoch.sources.formats import lines, parquet_chunks, parquet_nulls
+from midepoch.sources.formats import lines, parquet, parquet_chunks
 from midepoch.testing import assert_resumes_exactly
 
 COLUMNS = ["id", "text", "half", "maybe"]
@@ -199,11 +199,11 @@ def test_parquet_without_levels_takes_a_null_for_possible(tmp_path: Path, statis
     path = tmp_path / "a.parquet"
     pq.write_table(required(nested()).select(["outer", "pair", "none"]), path, row_group_size=2)
     footer, chunks = parquet_footer(path), []
-    leaves = parquet_nulls.leaves(pq.read_schema(path))
+    leaves = parquet.leaves(pq.read_schema(path))
     for group in parquet_chunks.column_chunks(footer):
         counts = group.nulls if statistics else [None] * len(group.nulls)
         chunks.append(group._replace(at=[None] * len(counts), nulls=counts))
-    found = parquet_nulls.null_paths(footer, leaves, chunks)
+    found = parquet.null_paths(footer, leaves, chunks)
     surely = {("outer", "n"), ("outer", "in"), ("pair", "b"), ("none",)}
     assert surely <= found
     assert ("outer",) not in found  # it promises to have none

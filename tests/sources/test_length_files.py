@@ -22,7 +22,7 @@ import pytest
 import midepoch
 from data import write_arrow
 from midepoch.errors import DataChangedError, FormatError
-from midepoch.sources import Source, length_files
+from midepoch.sources import Source, lengths
 from midepoch.sources import lengths as lengths_module
 from midepoch.sources.lengths import lengths_of
 from midepoch.sources.storage import _warned
@@ -177,7 +177,7 @@ def test_sidecar_of_another_version_is_made_again(
 ) -> None:
     source = source_of(write_arrow(tmp_path / "a.arrow", pa.table({"t": VALUES}), 3), tmp_path / "ix")
     lengths_of(source, "t")
-    monkeypatch.setattr(length_files, "VERSION", 99)
+    monkeypatch.setattr(lengths, "VERSION", 99)
     assert everything(lengths_of(source, "t")) == expected(VALUES)
     assert readings == ["t", "t"]
 
@@ -218,14 +218,14 @@ import os, signal, sys
 from pathlib import Path
 import midepoch
 from midepoch.sources import length_files, lengths
-real, left = length_files._put, int(sys.argv[3])
+real, left = lengths._put, int(sys.argv[3])
 def put(file, numbers):
     global left
     left -= 1
     real(file, numbers[: len(numbers) // 2] if not left else numbers)
     if not left:
         os.kill(os.getpid(), signal.SIGKILL)
-length_files._put = put
+lengths._put = put
 lengths.lengths_of(midepoch.from_files(sys.argv[1], index_dir=sys.argv[2]).pipeline.source, "t")
 """
 

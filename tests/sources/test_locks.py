@@ -21,10 +21,9 @@ import midepoch
 from data import write_arrow
 from midepoch.read import cache
 from midepoch.read.cache import BlockCache
-from midepoch.sources import locks
-from midepoch.sources.locks import LockFile
+from midepoch.sources import storage
 from midepoch.sources.source import CacheSpec
-from midepoch.sources.storage import locked
+from midepoch.sources.storage import LockFile, locked
 
 ROWS = 500
 HOLDERS = {
@@ -50,7 +49,7 @@ with made._held(1, wait=True):
 """,
     "lock": """
 from pathlib import Path
-from midepoch.sources.locks import LockFile
+from midepoch.sources.storage import LockFile
 lock = LockFile(Path(folder) / "lock")
 lock.acquire(5, "it", wait=True)
 pause()
@@ -60,7 +59,7 @@ START = """
 import sys
 import midepoch
 from midepoch.sources import locks
-locks._BEAT_SECONDS = 0.02
+storage._BEAT_SECONDS = 0.02
 _, path, folder = sys.argv
 paused = []
 def pause(*_):
@@ -75,8 +74,8 @@ Held = Callable[[str], "subprocess.Popen[str]"]
 
 @pytest.fixture
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(locks, "NOTICE_SECONDS", 0.1)
-    monkeypatch.setattr(locks, "LIMIT_SECONDS", 0.4)
+    monkeypatch.setattr(storage, "NOTICE_SECONDS", 0.1)
+    monkeypatch.setattr(storage, "LIMIT_SECONDS", 0.4)
     monkeypatch.setattr(cache, "_PATIENCE", 0.4)
 
 
@@ -172,7 +171,7 @@ def test_a_builder_that_lives_is_waited_for_however_long_it_takes(
 ) -> None:
     holder = held("parquet")
     clock = Beats(tmp_path / "cache")
-    monkeypatch.setattr(locks, "time", clock)
+    monkeypatch.setattr(storage, "time", clock)
     opened: list[midepoch.Dataset] = []
     waiting = threading.Thread(
         target=lambda: opened.append(midepoch.from_files(data["parquet"], index_dir=tmp_path / "cache"))

@@ -18,7 +18,7 @@ import pytest
 import midepoch
 from midepoch.errors import DataChangedError, DataNotFoundError, FormatError
 from midepoch.sources import files as source_files
-from midepoch.sources.formats import tar_samples, tar_shards
+from midepoch.sources.formats import tar_shards
 from midepoch.testing import assert_resumes_exactly
 from proxy import Proxy
 from s3 import Server, storage_options
@@ -29,7 +29,7 @@ ROWS = 60
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tar_samples, "BLOCK_BYTES", 12_000)
+    monkeypatch.setattr(tar_shards, "BLOCK_BYTES", 12_000)
 
 
 @pytest.fixture(params=["tar", "tar.gz", "tgz", "tar.bz2"])
@@ -97,7 +97,7 @@ def test_large_files_are_read_into_their_column(tmp_path: Path, monkeypatch: pyt
     files = [(f"{i}.{name}", value) for i in range(5) for name, value in (("cls", b"%d" % i), ("jpg", values.get(i)))]
     files += [("4.jpg", b""), ("5.npy", b"small")]
     write_tar(tmp_path / "a.tar", [(name, value) for name, value in files if value is not None])
-    monkeypatch.setattr(tar_samples, "BLOCK_BYTES", 8 << 20)
+    monkeypatch.setattr(tar_shards, "BLOCK_BYTES", 8 << 20)
     monkeypatch.setattr(tar_shards, "_values", None)
     rows = midepoch.from_files(tmp_path, columns=["jpg"])
     assert [row["jpg"] for row in rows] == [values.get(i, b"" if i == 4 else None) for i in range(6)]
@@ -160,8 +160,7 @@ def test_numbers_in_base_256_and_signed_checksums(tmp_path: Path) -> None:
 
 def test_values_of_more_than_2_gib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In effect: the limit of 32-bit offsets is lowered."""
-    for module in (tar_samples, tar_shards):
-        monkeypatch.setattr(module, "LARGEST", 1000)
+    monkeypatch.setattr(tar_shards, "LARGEST", 1000)
     write_tar(tmp_path / "0.tar", samples(3, size=900))
     write_tar(tmp_path / "1.tar", samples(3, 3, size=1500))
     ds = midepoch.from_files(tmp_path)
@@ -172,7 +171,7 @@ def test_values_of_more_than_2_gib(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 def test_wide_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Consecutive rows of more than 1 MB are views of a block, even if there are few."""
-    monkeypatch.setattr(tar_samples, "BLOCK_BYTES", 1_000_000)
+    monkeypatch.setattr(tar_shards, "BLOCK_BYTES", 1_000_000)
     files = dict(samples(7, size=400_000))
     write_tar(tmp_path / "a.tar", files.items())
     ds = midepoch.from_files(tmp_path)
@@ -199,7 +198,7 @@ def test_fingerprint_depends_on_contents_alone(tmp_path: Path) -> None:
 
 
 def test_names_with_dots_are_explained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tar_samples, "_MOST_COLUMNS", 20)
+    monkeypatch.setattr(tar_shards, "_MOST_COLUMNS", 20)
     write_tar(tmp_path / "a.tar", [(f"frame.{number:04d}.jpg", b"") for number in range(30)])
     with pytest.raises(FormatError, match=r"more than 20 different extensions, the last is '0021\.jpg'"):
         midepoch.from_files(tmp_path)

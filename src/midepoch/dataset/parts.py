@@ -16,8 +16,7 @@ from midepoch._internal.progress import Progress
 from midepoch.errors import ColumnError, MidepochError
 from midepoch.sources import Source
 from midepoch.sources.index import open_index
-from midepoch.sources.locks import LockFile
-from midepoch.sources.storage import atomic_write, temporary_path
+from midepoch.sources.storage import LockFile, atomic_write, temporary_path
 from midepoch.transforms.columns import common_type, converted
 
 ROWS = 1000

@@ -13,7 +13,7 @@ from midepoch._internal.values import reason
 from midepoch.errors import WorkerError
 from midepoch.open import from_files
 from midepoch.sources.files import PathLike
-from midepoch.sources.spread import spread_over, threads
+from midepoch.sources.index import spread_over, threads
 
 T = TypeVar("T")
 
@@ -40,7 +40,7 @@ def build_index(paths: PathLike | Iterable[PathLike], **options: Any) -> Path:
 
 
 def _by_tasks(action: Callable[[Any], T], items: Sequence[Any], done: Callable[[int], None]) -> list[T]:
-    """As ``midepoch.sources.spread.Spread`` asks for, by tasks of some files each."""
+    """As ``midepoch.sources.lake.Spread`` asks for, by tasks of some files each."""
     import ray
 
     if not ray.is_initialized():

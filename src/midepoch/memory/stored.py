@@ -19,8 +19,7 @@ from midepoch.pipeline.leaf import Leaf
 from midepoch.pipeline.spec import PipelineSpec
 from midepoch.sources import Source
 from midepoch.sources.index import default_index_dir
-from midepoch.sources.locks import LockFile
-from midepoch.sources.storage import make_private, sweep, temporary_path
+from midepoch.sources.storage import LockFile, make_private, sweep, temporary_path
 
 try:
     import fcntl

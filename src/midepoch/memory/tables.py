@@ -20,8 +20,7 @@ from midepoch.dataset.parts import PartWriter
 from midepoch.errors import ColumnError, DataNotFoundError
 from midepoch.memory.stored import dataset_of, folder_for, stored
 from midepoch.sources import Source
-from midepoch.sources.dictionaries import plain_array, plain_schema, without_views
-from midepoch.sources.taking import taken
+from midepoch.sources.dictionaries import plain_array, plain_schema, taken, without_views
 from midepoch.transforms.arrow_values import plain_values
 from midepoch.transforms.columns import types_by_name
 

@@ -20,7 +20,6 @@ from midepoch.pipeline.leaf import Leaf
 from midepoch.pipeline.spec import PipelineSpec
 from midepoch.sources import Access, CacheSpec, Source
 from midepoch.sources.addresses import check_utf8, resolve
-from midepoch.sources.disk import saved_files, saved_splits
 from midepoch.sources.files import DataFiles, PathLike, check_path, find_files, paths_of
 from midepoch.sources.filters import Filter, parse_filter
 from midepoch.sources.hub import HubRequest, arrow_files
@@ -28,7 +27,7 @@ from midepoch.sources.index import MAPPED, EncodedError, Index, default_index_di
 from midepoch.sources.lake import Request, can_be_mapped, open_lake
 from midepoch.sources.names import check_format, format_of, with_delimiter
 from midepoch.sources.seals import Seal
-from midepoch.sources.splits import SplitPart, check_splits, expand_all, parse_split
+from midepoch.sources.splits import SplitPart, check_splits, expand_all, parse_split, saved_files, saved_splits
 from midepoch.sources.stores import Retry, Store
 
 DEFAULT_CACHE_BYTES = 4 << 30

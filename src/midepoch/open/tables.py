@@ -20,8 +20,14 @@ from midepoch.sources.files import PathLike, check_path
 from midepoch.sources.filters import parse_filter
 from midepoch.sources.stores import Retry
 from midepoch.sources.tables import delta, iceberg, lance
-from midepoch.sources.tables.opening import TableRequest, open_table
-from midepoch.sources.tables.options import iceberg_properties, options_of_iceberg, reader_options, store_options
+from midepoch.sources.tables.opening import (
+    TableRequest,
+    iceberg_properties,
+    open_table,
+    options_of_iceberg,
+    reader_options,
+    store_options,
+)
 
 T = TypeVar("T", delta.DeltaTableAt, lance.LanceTableAt)
 V = TypeVar("V")

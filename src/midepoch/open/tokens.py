@@ -21,8 +21,9 @@ from midepoch.sources.formats.tokens import DTYPES, MOST_TOKENS
 from midepoch.sources.index import Index
 from midepoch.sources.lake import Request, open_lake
 from midepoch.sources.manifests import is_litdata, refuse_chunks
+from midepoch.sources.open_files import Entry
 from midepoch.sources.seals import Seal
-from midepoch.sources.stores import Entry, Retry, Store
+from midepoch.sources.stores import Retry, Store
 
 _PARALLEL = 16
 

@@ -20,7 +20,7 @@ from midepoch.order import BlockUses, EpochOrder
 from midepoch.pipeline.leaf import Leaf
 from midepoch.read import MIN_RUN, Reader, ReadRows
 from midepoch.read.columns import Located, is_plain
-from midepoch.sources.taking import taken
+from midepoch.sources.dictionaries import taken
 from midepoch.transforms import (
     Batch,
     Decode,

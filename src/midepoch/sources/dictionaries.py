@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.types as pt
 
@@ -109,3 +111,19 @@ def _has_lists(kind: pa.DataType) -> bool:
 
 def _children(kind: pa.DataType) -> Iterator[pa.Field]:
     return (kind.field(i) for i in range(kind.num_fields))
+
+
+Int64Array = npt.NDArray[np.int64]
+
+
+def taken(column: pa.Array, places: Int64Array) -> pa.Array:
+    """Return the values at these places."""
+    try:
+        # Not pa.array, which would import pandas.
+        numbers = pa.Array.from_buffers(pa.int64(), len(places), [None, pa.py_buffer(np.ascontiguousarray(places))])
+        return column.take(numbers)
+    except pa.ArrowNotImplementedError:
+        starts = np.flatnonzero(np.diff(places, prepend=-2) != 1)
+        lengths = np.diff(starts, append=len(places)).tolist()
+        runs = zip(places[starts].tolist(), lengths, strict=True)
+        return pa.concat_arrays([column.slice(0, 0), *(column.slice(start, length) for start, length in runs)])

@@ -14,11 +14,20 @@ from midepoch._internal.hints import OPEN_ALREADY, is_array, is_dataset, name_of
 from midepoch.errors import DataNotFoundError, FormatError
 from midepoch.sources import manifests
 from midepoch.sources.addresses import check_utf8, resolve
-from midepoch.sources.braces import spelled_out
 from midepoch.sources.folders import KINDS, Expanded, Listing, choose, is_metadata, listing_of, warn_of_splits
 from midepoch.sources.hub_data import data_files
 from midepoch.sources.hub_files import HubFiles
-from midepoch.sources.listing import GLOB, all_visible, below, existing, in_folder, nearest, stat, translated
+from midepoch.sources.listing import (
+    GLOB,
+    all_visible,
+    below,
+    existing,
+    in_folder,
+    nearest,
+    spelled_out,
+    stat,
+    translated,
+)
 from midepoch.sources.names import (
     FORMATS,
     OF_TOKENS,
@@ -29,7 +38,8 @@ from midepoch.sources.names import (
     not_read,
     other_reader,
 )
-from midepoch.sources.stores import Entry, Retry, Store
+from midepoch.sources.open_files import Entry
+from midepoch.sources.stores import Retry, Store
 from midepoch.sources.table_folders import refuse_tables
 
 PathLike = str | os.PathLike[str]

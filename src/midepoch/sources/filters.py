@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow as pa
 
 from midepoch.errors import ColumnError
-from midepoch.sources.taking import taken
+from midepoch.sources.dictionaries import taken
 
 if TYPE_CHECKING:
     import pyarrow.compute as pc

@@ -18,21 +18,21 @@ from operator import itemgetter
 from typing import NamedTuple
 
 from midepoch.errors import FormatError
-from midepoch.sources.stores import Entry
+from midepoch.sources.open_files import Entry
 
 _log = logging.getLogger("midepoch")
 
 _IMAGES = ".apng .bmp .dib .gif .ico .j2c .j2k .jfif .jp2 .jpc .jpe .jpeg .jpf .jpg .jpx .pbm .pgm .png .pnm .ppm .tga"
 _SOUNDS = ".aac .aiff .au .caf .flac .m4a .mp3 .ogg .opus .rf64 .w64 .wav .wma"
 _VIDEOS = ".avi .m4v .mkv .mov .mp4 .webm"
-MEDIA = {
+MEDIA: dict[str, str] = {
     **dict.fromkeys([*_IMAGES.split(), ".tif", ".tiff", ".webp"], "image"),
     **dict.fromkeys(_SOUNDS.split(), "audio"),
     **dict.fromkeys(_VIDEOS.split(), "video"),
 }
 KINDS = ("image", "audio", "video")
 """Formats whose rows are files (``formats.GROUPED``). Each is also the name of its column."""
-SPLITS = {
+SPLITS: dict[str, str] = {
     **dict.fromkeys(("train", "training"), "train"),
     **dict.fromkeys(("validation", "valid", "val", "dev"), "validation"),
     **dict.fromkeys(("test", "testing", "eval", "evaluation"), "test"),

@@ -12,8 +12,7 @@ from pathlib import Path
 import pyarrow as pa
 
 from midepoch.errors import CorruptBlockError, FormatError
-from midepoch.sources.damage import is_damage, refusal
-from midepoch.sources.resources import retried
+from midepoch.sources.damage import is_damage, refusal, retried
 from midepoch.sources.storage import atomic_write
 
 _SUFFIX = ".midepoch-footers"

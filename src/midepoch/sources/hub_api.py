@@ -18,9 +18,9 @@ from typing import Any, NamedTuple
 from urllib.parse import quote, urlsplit
 
 from midepoch.errors import DataNotFoundError, FetchError
-from midepoch.sources.entries import Entry
 from midepoch.sources.http_client import Answer, client, origin_of, target_of
 from midepoch.sources.hub_address import HubPath
+from midepoch.sources.open_files import Entry
 from midepoch.sources.throttling import ThrottledError, requested_wait
 
 DEFAULT_ENDPOINT = "https://huggingface.co"

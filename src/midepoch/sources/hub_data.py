@@ -6,9 +6,9 @@ import logging
 import os
 import re
 
-from midepoch.sources.entries import Entry
 from midepoch.sources.folders import SPLITS
 from midepoch.sources.hub_address import parse_hub_path
+from midepoch.sources.open_files import Entry
 
 _log = logging.getLogger("midepoch")
 _DESCRIPTIONS = {"dataset_infos.json", "dataset_info.json", "dataset_dict.json", "state.json"}

@@ -16,12 +16,11 @@ from typing import Any
 
 from midepoch._internal.address import Address
 from midepoch.errors import DataChangedError
-from midepoch.sources.entries import Entry
 from midepoch.sources.http_client import Answer, is_web_address
 from midepoch.sources.hub_address import HubPath, parse_hub_path
 from midepoch.sources.hub_api import DEFAULT_ENDPOINT, Hub
 from midepoch.sources.hub_listings import FRESH_SECONDS, Persist, commit_of, files_below, saved_commit
-from midepoch.sources.open_files import RangeFile
+from midepoch.sources.open_files import Entry, RangeFile
 
 _log = logging.getLogger("midepoch")
 _OPTIONS = ("token", "endpoint")

@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from midepoch.errors import FetchError
-from midepoch.sources.entries import Entry
 from midepoch.sources.hub_address import HubPath
 from midepoch.sources.hub_api import Hub
 from midepoch.sources.index import default_index_dir
+from midepoch.sources.open_files import Entry
 from midepoch.sources.storage import atomic_write, locked
 
 T = TypeVar("T")

@@ -1,4 +1,8 @@
-"""Index of a set of files: the location of every block. Written once, checked by ``stat``, opened memory-mapped."""
+"""Index of a set of files: the location of every block. Written once, checked by ``stat``, opened memory-mapped.
+
+Thousands of files are read by threads of this process, or by a cluster. An action is a module-level function with bound
+arguments (``functools.partial``), so that it can be sent to another process.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +13,10 @@ import logging
 import os
 import zlib
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -22,15 +29,51 @@ import pyarrow as pa
 from midepoch._internal.progress import Progress
 from midepoch.errors import DataError, DataNotFoundError, DifferentSchemasError, FormatError
 from midepoch.sources.arrow_ipc import FileScan, node_paths, scan
-from midepoch.sources.damage import DamageError
+from midepoch.sources.damage import DamageError, retried
 from midepoch.sources.dictionaries import holds_dictionary, undecodable
 from midepoch.sources.fingerprints import SKIPPED
 from midepoch.sources.footers import Footers
 from midepoch.sources.indexed_files import IndexedFile as IndexedFile
 from midepoch.sources.indexed_files import IndexedFiles as IndexedFiles
-from midepoch.sources.resources import retried
-from midepoch.sources.spread import for_all
 from midepoch.sources.storage import atomic_write, locked
+
+T = TypeVar("T")
+_THREADS = 16
+
+
+class Spread(Protocol):
+    """Executor that returns the results of an action for all items in order, raises its errors and reports progress."""
+
+    def __call__(self, action: Callable[[Any], T], items: Sequence[Any], done: Callable[[int], None]) -> list[T]: ...
+
+
+def threads(action: Callable[[Any], T], items: Sequence[Any], done: Callable[[int], None]) -> list[T]:
+    """Run an action in threads: footers are mostly waited for, and read without the interpreter lock."""
+    results = []
+    with ThreadPoolExecutor(max_workers=max(1, min(_THREADS, len(items)))) as pool:
+        for number, result in enumerate(pool.map(action, items), 1):
+            results.append(result)
+            done(number)
+    return results
+
+
+_chosen: ContextVar[Spread] = ContextVar("spread", default=threads)
+
+
+@contextmanager
+def spread_over(spread: Spread) -> Iterator[None]:
+    """Use an executor for the indexes that are created in this context."""
+    token = _chosen.set(spread)
+    try:
+        yield
+    finally:
+        _chosen.reset(token)
+
+
+def for_all(action: Callable[[Any], T], items: Sequence[Any], done: Callable[[int], None]) -> list[T]:
+    """Run an action for all items with the current executor."""
+    return _chosen.get()(action, items, done)
+
 
 Int64Array = npt.NDArray[np.int64]
 F = TypeVar("F")

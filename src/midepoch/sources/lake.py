@@ -32,6 +32,7 @@ from midepoch.sources.index import (
     IndexedFile,
     IndexedFiles,
     default_index_dir,
+    for_all,
     read_index,
     readable,
     serialise,
@@ -40,7 +41,6 @@ from midepoch.sources.index import (
 )
 from midepoch.sources.partitions import Values, below, hive_values
 from midepoch.sources.schemas import nullable_paths, row_bytes, unified
-from midepoch.sources.spread import for_all
 from midepoch.sources.storage import atomic_write, locked
 from midepoch.sources.stores import Entry, Store
 

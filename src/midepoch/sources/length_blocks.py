@@ -17,12 +17,10 @@ import pyarrow.types as pt
 
 from midepoch._internal.processes import cores
 from midepoch.errors import CorruptBlockError
-from midepoch.sources.arrow_batches import BatchReader
-from midepoch.sources.damage import changed, is_damage, removed
+from midepoch.sources.arrow_ipc import BatchReader
+from midepoch.sources.damage import changed, is_damage, removed, retried
 from midepoch.sources.dictionaries import holds_dictionary, plain_array, plain_type
-from midepoch.sources.resources import retried
-from midepoch.sources.source import Source
-from midepoch.sources.views import in_place, view
+from midepoch.sources.source import Source, in_place, view
 
 T = TypeVar("T")
 Item = TypeVar("Item")

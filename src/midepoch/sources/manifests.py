@@ -14,7 +14,8 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from midepoch.errors import DataNotFoundError, FormatError
-from midepoch.sources.stores import Entry, Store
+from midepoch.sources.open_files import Entry
+from midepoch.sources.stores import Store
 
 NAME = "index.json"
 FORMATS = ("mds", "litdata")

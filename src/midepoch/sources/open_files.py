@@ -4,8 +4,18 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from typing import NamedTuple
 
 import pyarrow as pa
+
+
+class Entry(NamedTuple):
+    """One file of a listing. ``etag`` is empty if the store has none or does not list it."""
+
+    path: str
+    size: int
+    mtime_ns: int
+    etag: str = ""
 
 
 class OpenFile:

@@ -10,10 +10,11 @@ import pyarrow.types as pt
 from midepoch.errors import FormatError
 from midepoch.sources.dictionaries import plain_type, with_children
 from midepoch.sources.formats import Scanned
-from midepoch.sources.formats.inferred import widest
+from midepoch.sources.formats.lines import widest
 from midepoch.sources.index import check_names
+from midepoch.sources.open_files import Entry
 from midepoch.sources.partitions import Values
-from midepoch.sources.stores import Entry, Store
+from midepoch.sources.stores import Store
 
 
 def unified(

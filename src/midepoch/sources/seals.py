@@ -18,11 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from midepoch._internal.version import __version__
-from midepoch.sources.braces import spelled_out
 from midepoch.sources.files import DataFiles
 from midepoch.sources.index import Index, read_index
 from midepoch.sources.lake import Request, warn_of_damage
-from midepoch.sources.listing import GLOB, existing, walked
+from midepoch.sources.listing import GLOB, existing, spelled_out, walked
 from midepoch.sources.manifests import NAME
 from midepoch.sources.storage import atomic_write
 from midepoch.sources.stores import Store

@@ -5,24 +5,29 @@ from __future__ import annotations
 import hashlib
 import json
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+import pyarrow.fs as fs
 
 from midepoch.errors import CorruptBlockError, DataNotFoundError, FormatError
 from midepoch.order import SourceLayout
 from midepoch.order.shuffle import DEFAULT_WINDOW
-from midepoch.sources.damage import is_damage, refusal
+from midepoch.sources.arrow_ipc import scan
+from midepoch.sources.damage import DamageError, is_damage, refusal
 from midepoch.sources.decode import decoder
 from midepoch.sources.filters import Filter
-from midepoch.sources.formats import GROUPED, Block, Scratch, format_named
-from midepoch.sources.index import Index, IndexedFile, IndexedFiles
-from midepoch.sources.stores import Entry, Store
+from midepoch.sources.fingerprints import SKIPPED
+from midepoch.sources.formats import GROUPED, Block, InPlace, Scratch, format_named
+from midepoch.sources.index import MAPPED, Index, IndexedFile, IndexedFiles
+from midepoch.sources.open_files import Entry
+from midepoch.sources.stores import Store
 from midepoch.sources.table_folders import expired
 
 _PLAIN_FEATURES = {
@@ -294,3 +299,39 @@ def _needs_decoding(feature: Any) -> bool:
     if isinstance(kind, str) and kind not in _PLAIN_FEATURES:
         return True
     return any(_needs_decoding(value) for name, value in feature.items() if name != "_type")
+
+
+def in_place(source: Source) -> InPlace | None:
+    """Return the format of a source if its blocks are views of mapped files other than Arrow files, else None."""
+    name = source.indexes[0].format
+    if source.access is not None or name == MAPPED:
+        return None
+    found = format_named(name)
+    assert isinstance(found, InPlace)
+    return found
+
+
+def view(
+    source: Source, form: InPlace, block: int, files: Callable[[int], pa.Buffer], room: Callable[[int], Any]
+) -> pa.RecordBatch:
+    """Return a block as a view. ``files`` maps a file by its number, and ``room`` returns memory for offsets."""
+    index = source.indexes[0]
+    assert index.ends is not None
+    number = int(source.file_blocks.searchsorted(block, side="right")) - 1
+    file = index.files[number]
+    entry = Entry(file.path, file.size, file.mtime_ns)
+    where = Block(entry, int(index.offsets[block]), int(index.ends[block]))
+    return form.view(files(number), lambda: files(number - 1), where, index.schema, room)
+
+
+def fingerprint_of(source: Source, file: IndexedFile) -> str:
+    """Return the fingerprint of the present contents of a mapped file."""
+    if in_place(source) is None:
+        try:
+            return scan(Path(file.path), skip_damage=True).fingerprint
+        except DamageError:
+            return SKIPPED
+    store = Store(fs.LocalFileSystem())
+    entry = store.stat(file.path)
+    assert entry is not None
+    return format_named(source.indexes[0].format).scan(store, entry, skip_damage=True).fingerprint

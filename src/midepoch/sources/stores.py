@@ -23,13 +23,12 @@ from midepoch._internal.address import Address
 from midepoch._internal.hints import hinted_methods
 from midepoch._internal.redaction import Secrets
 from midepoch.errors import CorruptBlockError, DataChangedError, DataNotFoundError, FetchError, MidepochError
-from midepoch.sources.damage import is_damage, refusal
-from midepoch.sources.entries import Entry as Entry
+from midepoch.sources.damage import PAUSES, is_damage, refusal
 from midepoch.sources.fsspec_files import FsspecHandler, is_foreign, options_of
 from midepoch.sources.hub_files import HubFiles
+from midepoch.sources.open_files import Entry as Entry
 from midepoch.sources.open_files import OpenFile as OpenFile
 from midepoch.sources.open_files import ShortError, checked_file
-from midepoch.sources.resources import PAUSES
 from midepoch.sources.throttling import retry_after
 
 T = TypeVar("T")

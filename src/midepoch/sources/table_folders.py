@@ -27,13 +27,13 @@ _OTHERS = (
     ),
     (re.compile(r"(.*?)/\.hoodie/hoodie\.properties"), "a Hudi table", "Write a snapshot of it as Parquet files"),
     (
-        re.compile(r"(.*?)/[^/]+\.(?:tfrecord|array_record)-\d{5}-of-\d{5}"),
+        re.compile(r"(.*?)/(?:dataset_info|features)\.json"),
         "a TensorFlow dataset",
         "Open it with tfds.data_source, and pass that to midepoch.from_map_style",
     ),
 )
 """Formats that cannot be read, in folders with files (JSON, Parquet) that can be, but are not the data."""
-_SIGNS = re.compile(r"/zarr\.json$|/\.z(?:array|group)$|/\.hoodie/|-of-\d{5}$", re.MULTILINE)
+_SIGNS = re.compile(r"/zarr\.json$|/\.z(?:array|group)$|/\.hoodie/|_?record-\d{5}-of-\d{5}$", re.MULTILINE)
 _VERSION = re.compile(r"\d{20}\.")
 
 

@@ -19,8 +19,7 @@ from midepoch._native import library
 from midepoch.distributed.world import find_world
 from midepoch.errors import WorldError
 from midepoch.sources.index import default_index_dir
-from midepoch.sources.mounts import file_system, is_network
-from midepoch.sources.storage import make_private
+from midepoch.sources.storage import file_system, is_network, make_private
 
 _NEEDED = ("numpy", "pyarrow")
 _SHOWN = (*_NEEDED, "torch", "datasets", "jax", "ray")

@@ -14,7 +14,7 @@ import pyarrow as pa
 
 from midepoch._internal.values import loaded
 from midepoch.errors import ColumnError
-from midepoch.sources.taking import taken
+from midepoch.sources.dictionaries import taken
 from midepoch.transforms.arrow_values import Paths, to_python
 from midepoch.transforms.features import Encoded
 from midepoch.transforms.provenance import DocumentTable, Int16Array

@@ -10,7 +10,7 @@ import pyarrow as pa
 
 from midepoch.errors import MidepochError
 from midepoch.sources.damage import is_damage
-from midepoch.sources.taking import Int64Array, taken
+from midepoch.sources.dictionaries import Int64Array, taken
 
 
 @dataclass(frozen=True)

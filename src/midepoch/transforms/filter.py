@@ -13,8 +13,8 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from midepoch.errors import ColumnError, MapError
+from midepoch.sources.dictionaries import taken
 from midepoch.sources.filters import Filter
-from midepoch.sources.taking import taken
 from midepoch.transforms.arrow_values import flat_numbers
 from midepoch.transforms.batch import Batch, join
 from midepoch.transforms.formats import arrow_column, present, present_rows

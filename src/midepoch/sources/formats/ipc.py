@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 import pyarrow as pa
 
-from midepoch.sources.arrow_batches import BatchReader
-from midepoch.sources.arrow_ipc import walk
+from midepoch.sources.arrow_ipc import BatchReader, walk
 from midepoch.sources.dictionaries import plain_array
 from midepoch.sources.formats.base import Block, NoStatistics, Scanned
-from midepoch.sources.stores import Entry, Store
+from midepoch.sources.open_files import Entry
+from midepoch.sources.stores import Store
 
 
 class ArrowFormat(NoStatistics):

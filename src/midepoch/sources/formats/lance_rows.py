@@ -20,7 +20,8 @@ from midepoch.errors import CorruptBlockError, FetchError, MidepochError
 from midepoch.sources.dictionaries import plain_type
 from midepoch.sources.formats.base import Block, NoStatistics, Scanned
 from midepoch.sources.fsspec_files import options_of
-from midepoch.sources.stores import Entry, Store
+from midepoch.sources.open_files import Entry
+from midepoch.sources.stores import Store
 from midepoch.sources.table_folders import expired
 
 _GONE = re.compile(r"not found|NoSuchKey|does not exist", re.IGNORECASE)

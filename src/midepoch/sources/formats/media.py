@@ -18,7 +18,8 @@ import pyarrow as pa
 from midepoch.errors import CorruptBlockError, DataChangedError, DataNotFoundError, FormatError
 from midepoch.sources.damage import removed
 from midepoch.sources.formats.base import Block, NoStatistics, Scanned
-from midepoch.sources.stores import Entry, Store
+from midepoch.sources.open_files import Entry
+from midepoch.sources.stores import Store
 
 FILE = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
 """The type of a file in a row, as in Hugging Face's features."""

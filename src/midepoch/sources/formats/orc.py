@@ -15,7 +15,8 @@ import pyarrow.orc as po
 from midepoch.sources.damage import DamageError, is_damage
 from midepoch.sources.fingerprints import fingerprint
 from midepoch.sources.formats.base import Block, NoStatistics, Scanned
-from midepoch.sources.stores import Entry, OpenFile, Store
+from midepoch.sources.open_files import Entry
+from midepoch.sources.stores import OpenFile, Store
 
 _TAIL = 64 << 10
 _NONE, _ZLIB, _SNAPPY, _ZSTD = 0, 1, 2, 5

@@ -20,10 +20,10 @@ import pyarrow as pa
 
 from midepoch._internal.progress import Progress
 from midepoch.errors import DataNotFoundError, FetchError, FormatError, MidepochError
-from midepoch.sources.formats.table_columns import described
-from midepoch.sources.formats.table_parquet import SnapshotFile
+from midepoch.sources.formats.table_parquet import SnapshotFile, described
 from midepoch.sources.lake import Files
-from midepoch.sources.stores import Entry, Store
+from midepoch.sources.open_files import Entry
+from midepoch.sources.stores import Store
 from midepoch.sources.tables.opening import TableFile, scanned_files
 
 Version = int | str | datetime | None

@@ -17,10 +17,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from midepoch.errors import CorruptBlockError, DataNotFoundError, FormatError
-from midepoch.sources.formats.table_columns import converted, find, has_ids, plain
-from midepoch.sources.stores import Entry
+from midepoch.sources.formats.table_parquet import converted, find, has_ids, plain
+from midepoch.sources.open_files import Entry
 from midepoch.sources.table_folders import expired
-from midepoch.sources.tables.iceberg_schema import described_fields
+from midepoch.sources.tables.iceberg import described_fields
 
 if TYPE_CHECKING:
     from midepoch.sources.tables.iceberg import IcebergTableAt, ManifestFileEntry

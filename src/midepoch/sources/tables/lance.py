@@ -17,11 +17,12 @@ from midepoch._internal.progress import Progress
 from midepoch.errors import DataNotFoundError, FormatError
 from midepoch.sources.fingerprints import fingerprint
 from midepoch.sources.formats import Scanned
-from midepoch.sources.formats.inferred import nulls
 from midepoch.sources.formats.lance_rows import lance_package, lance_table, plain_field, reader_options, refusals
+from midepoch.sources.formats.lines import nulls
+from midepoch.sources.index import for_all
 from midepoch.sources.lake import Files
-from midepoch.sources.spread import for_all
-from midepoch.sources.stores import Entry, Store
+from midepoch.sources.open_files import Entry
+from midepoch.sources.stores import Store
 from midepoch.sources.table_folders import expired
 
 _MANIFEST = re.compile(r"(\d+)\.manifest")
