@@ -28,7 +28,7 @@ from midepoch.checkpoint import (
     PipelineCheckpoint,
     remote,
 )
-from midepoch.checkpoint.objects import Objects
+from midepoch.checkpoint.remote import Objects
 from proxy import Fault, Proxy
 from s3 import Server
 

@@ -13,8 +13,8 @@ from pathlib import Path
 import torch.distributed as dist
 
 import midepoch
-from midepoch.integrations.data_ranks import arguments_for
 from midepoch.integrations.micro_batches import MicroBatches
+from midepoch.integrations.states import arguments_for
 
 
 def check_group(data_rank: int) -> None:

@@ -17,7 +17,7 @@ from data import Numbers
 from forks import Forks
 from midepoch.errors import CheckpointMismatchError, CheckpointNotFoundError
 from midepoch.integrations.micro_batches import CollatedParts, MicroBatches, SavedAsText, cut, rank_rows
-from midepoch.integrations.sequences import next_tokens
+from midepoch.integrations.states import next_tokens
 
 GLOBAL = 12
 

@@ -28,7 +28,7 @@ DELIVERING = [
     "audit/ledger.py",
     "compat/structured.py",
     "_internal/resumable.py",
-    "integrations/passes.py",
+    "integrations/states.py",
     "iteration/iterators.py",
     "iteration/iterators.py",
     "iteration/iterators.py",

@@ -15,7 +15,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 import midepoch
-from midepoch.checkpoint.objects import Objects
+from midepoch.checkpoint.remote import Objects
 from midepoch.errors import DataNotFoundError
 from midepoch.sources.addresses import resolve
 from midepoch.sources.stores import Retry

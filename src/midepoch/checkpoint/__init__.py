@@ -16,7 +16,7 @@
 """
 
 from midepoch.checkpoint.manager import PipelineCheckpoint
-from midepoch.checkpoint.retention import Keep
+from midepoch.checkpoint.manifest import Keep
 from midepoch.errors import (
     CheckpointDamagedError,
     CheckpointError,

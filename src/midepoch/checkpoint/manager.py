@@ -16,11 +16,10 @@ from midepoch._internal.values import integer, reason
 from midepoch.checkpoint import restoring, saving
 from midepoch.checkpoint.backends import backend_named
 from midepoch.checkpoint.background import Background, Snapshots
-from midepoch.checkpoint.manifest import Manifest
+from midepoch.checkpoint.manifest import Keep, Manifest, parse_keep
 from midepoch.checkpoint.matching import fit
 from midepoch.checkpoint.rendezvous import Members, report_absence
 from midepoch.checkpoint.restoring import StepLoader
-from midepoch.checkpoint.retention import Keep, parse_keep
 from midepoch.checkpoint.store import open_store, read_manifests, retrying
 from midepoch.distributed.runs import run_identity
 from midepoch.distributed.world import World, find_world

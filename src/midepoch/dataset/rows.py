@@ -10,7 +10,7 @@ import numpy as np
 
 from midepoch._internal.values import integer
 from midepoch.dataset.steps import Steps
-from midepoch.distributed.seeds import check_agreed, draw_seed
+from midepoch.distributed.runs import check_agreed, draw_seed
 from midepoch.order import Selection, Shard, Shuffle, Weighted
 from midepoch.order.bijection import Bijection, check_seed, derive
 from midepoch.pipeline.leaf import Leaf

@@ -13,8 +13,7 @@ import lightning.pytorch as pl
 
 from midepoch._internal.hints import hinted_methods
 from midepoch.errors import CheckpointNotFoundError, WorldError
-from midepoch.integrations.passes import rest_or_next
-from midepoch.integrations.states import check_equal_epochs, check_same_steps, for_all_ranks
+from midepoch.integrations.states import check_equal_epochs, check_same_steps, for_all_ranks, rest_or_next
 from midepoch.loader import Loader
 
 _MOST_BEHIND = 8

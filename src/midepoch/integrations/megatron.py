@@ -16,7 +16,7 @@ from megatron.core import parallel_state
 from midepoch.dataset import Dataset
 from midepoch.errors import CheckpointNotFoundError, MidepochError
 from midepoch.integrations.micro_batches import MicroBatch, MicroBatches, rank_rows
-from midepoch.integrations.sequences import IGNORED, next_tokens
+from midepoch.integrations.states import IGNORED, next_tokens
 
 _SAVED = "train_dataloader_dprank000.pt"
 """The file that Megatron writes with ``dataloader_save``. Those of the other ranks are equal."""

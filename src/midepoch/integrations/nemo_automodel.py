@@ -20,9 +20,8 @@ from nemo_automodel.components.training.rng import StatefulRNG
 from nemo_automodel.recipes.llm.train_ft import TrainFinetuneRecipeForNextTokenPrediction
 
 from midepoch.dataset import Dataset
-from midepoch.integrations.data_ranks import arguments_for
 from midepoch.integrations.micro_batches import CollatedParts, MicroBatches, SavedAsText, rank_rows
-from midepoch.integrations.sequences import check_shifted
+from midepoch.integrations.states import arguments_for, check_shifted
 
 _log = logging.getLogger("midepoch")
 

@@ -12,9 +12,8 @@ from typing import Annotated, Any, get_origin
 import tyro
 
 from midepoch.dataset import Dataset
-from midepoch.integrations.data_ranks import arguments_for
 from midepoch.integrations.micro_batches import MicroBatches, SavedAsText, rank_rows
-from midepoch.integrations.sequences import IGNORED, next_tokens
+from midepoch.integrations.states import IGNORED, arguments_for, next_tokens
 
 try:
     from torchtitan.components import dataloader as _layout  # up to 0.3

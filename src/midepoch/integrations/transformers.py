@@ -23,8 +23,14 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from midepoch.dataset import Dataset
 from midepoch.errors import CheckpointDamagedError
-from midepoch.integrations.passes import rest_or_next
-from midepoch.integrations.states import check_equal_epochs, check_same_steps, for_all_ranks, read_state, write_state
+from midepoch.integrations.states import (
+    check_equal_epochs,
+    check_same_steps,
+    for_all_ranks,
+    read_state,
+    rest_or_next,
+    write_state,
+)
 from midepoch.loader import Loader
 
 STATE_FILE = "midepoch.json"

@@ -10,7 +10,7 @@ from typing import Any
 from midepoch._internal.values import integer
 from midepoch.audit.ledger import ledger_of
 from midepoch.distributed.keyvalue import connected
-from midepoch.distributed.seeds import check_agreed
+from midepoch.distributed.runs import check_agreed
 from midepoch.distributed.world import find_world, groups_of
 from midepoch.errors import WorldError
 from midepoch.loader.batching import Batched, Batching

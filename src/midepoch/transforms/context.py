@@ -31,7 +31,7 @@ import numpy.typing as npt
 
 from midepoch._internal.recycled import empty
 from midepoch._internal.values import loaded
-from midepoch.distributed.context import context_rank
+from midepoch.distributed.world import context_rank
 from midepoch.errors import ColumnError, MapError
 from midepoch.transforms.arrow_values import stacked
 from midepoch.transforms.packing import IGNORED, LABELS
