@@ -1,4 +1,7 @@
-"""Manifests: the contents of each step, readable by people, against which programs check all other files."""
+"""Manifests: the contents of each step, readable by people, against which programs check all other files.
+
+Also the rules by which old steps are removed.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """Names of the starts of a run, equal on all ranks of a start.
 
-A run that is interrupted and resumed has several starts.
+A run that is interrupted and resumed has several starts. Seeds that the user does not give are drawn here, equal on
+all ranks.
 """
 
 from __future__ import annotations
