@@ -217,7 +217,7 @@ KILLED = """
 import os, signal, sys
 from pathlib import Path
 import midepoch
-from midepoch.sources import length_files, lengths
+from midepoch.sources import lengths
 real, left = lengths._put, int(sys.argv[3])
 def put(file, numbers):
     global left

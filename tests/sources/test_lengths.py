@@ -19,6 +19,7 @@ import midepoch
 from data import write_arrow
 from midepoch.errors import ColumnError, CorruptBlockError
 from midepoch.sources import Source, length_blocks
+from midepoch.sources import lengths as length_module
 from midepoch.sources.index import open_index
 from midepoch.sources.lengths import lengths_of
 from row_lengths import VALUES, everything, expected, sidecars, source_of
@@ -116,7 +117,7 @@ def test_any_lengths_in_any_blocks_and_pieces(
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(length_blocks, "_PIECE", piece)
         patched.setattr(length_blocks, "_RUN", 2 * piece)
-        patched.setattr(lengths, "_COPY", 3)
+        patched.setattr(length_module, "_COPY", 3)
         source = Source((open_index([path], index_dir=folder),))
         made = lengths_of(source, "t")
     assert everything(made) == everything(lengths_of(source, "t")) == lengths

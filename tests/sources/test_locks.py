@@ -58,7 +58,7 @@ pause()
 START = """
 import sys
 import midepoch
-from midepoch.sources import locks
+from midepoch.sources import storage
 storage._BEAT_SECONDS = 0.02
 _, path, folder = sys.argv
 paused = []

@@ -18,7 +18,7 @@ _MODULES = {
     "jsonl": ("json_lines", "JsonFormat"),
     "mds": ("mds", "MdsFormat"),
     "litdata": ("litdata", "LitDataFormat"),
-    "text": ("text", "TextFormat"),
+    "text": ("csv_lines", "TextFormat"),
     "image": ("media", "MediaFormat"),
     "audio": ("media", "MediaFormat"),
     "video": ("media", "MediaFormat"),
