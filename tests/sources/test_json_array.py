@@ -8,6 +8,7 @@ import logging
 import random
 from collections.abc import Callable
 from contextlib import suppress
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -131,6 +132,21 @@ def test_lists_of_nothing_but_nulls_are_read(write: Callable[[list[Any]], str], 
     assert list(midepoch.from_files(path, on_error=on_error)) == data
 
 
+@pytest.mark.parametrize("on_error", ["raise", "skip"])
+@pytest.mark.parametrize("write", [json.dumps, lambda data: "\n".join(map(json.dumps, data))], ids=["array", "lines"])
+@pytest.mark.parametrize("value", [1, "a", True, 0.5, [None, 1], {"x": [None, 2]}], ids=str)
+def test_lists_that_begin_with_nulls_are_read(
+    value: Any, write: Callable[[list[Any]], str], on_error: str, tmp_path: Path
+) -> None:
+    """pyarrow loses nulls of lists before the first other value of a column."""
+    path = tmp_path / "a.json"
+    for lists in product([[None, None], [], None, [None, value], [None, None, value, None], [value]], repeat=2):
+        data = [{"a": each, "b": {"c": [each, None]}} for each in lists]
+        path.write_text(write(data))
+        assert list(midepoch.from_files(path, on_error=on_error, force_reindex=True)) == data
+
+
+@pytest.mark.usefixtures("small_blocks")
 def test_resumes_exactly(tmp_path: Path) -> None:
     data = rows(40, random.Random(1))
     (tmp_path / "a.json").write_text(json.dumps(data, indent=2))

@@ -180,10 +180,11 @@ def _read(data: bytes, schema: pa.Schema | None) -> pa.Table:
 
 
 def _repaired(array: pa.Array) -> pa.Array:
-    """Return an array in which lists of only nulls have all their nulls: pyarrow makes just one for each list."""
+    """Return an array whose lists have all their nulls: pyarrow loses most of those before the first other value."""
     if pa.types.is_list(array.type):
-        is_null = pa.types.is_null(array.type.value_type)
-        children, buffers = [pa.nulls(array.offsets[-1].as_py()) if is_null else _repaired(array.values)], 2
+        values = _repaired(array.values)
+        lost = array.offsets[-1].as_py() - len(values)
+        children, buffers = [pa.concat_arrays([pa.nulls(lost, values.type), values]) if lost > 0 else values], 2
     elif pa.types.is_struct(array.type):
         children, buffers = [_repaired(array.field(i)) for i in range(array.type.num_fields)], 1
     else:
