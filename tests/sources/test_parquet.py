@@ -14,6 +14,7 @@ from typing import Any
 from uuid import UUID
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pyarrow.parquet.encryption as pe
 import pytest
@@ -235,3 +236,22 @@ def test_uuids_do_not_need_the_arrow_schema(workers: int, tmp_path: Path) -> Non
     assert found[1][1]["lists"] == [[keys[4]], [keys[5]]]
     assert found[1][1]["inner"] == [{"key": keys[4]}, {"key": None}]
     assert len(midepoch.from_files(tmp_path)) == 12
+
+
+@pytest.mark.parametrize("store_schema", [True, False])
+def test_rows_are_chosen_and_sorted_by_uuids(store_schema: bool, tmp_path: Path) -> None:
+    keys = [UUID(int=i) for i in (3, 1, 2)]
+    column = pa.array([key.bytes for key in keys] + [None], pa.uuid())
+    pq.write_table(pa.table({"id": range(4), "key": column}), tmp_path / "a.parquet", store_schema=store_schema)
+    for filters in (
+        [("key", "==", keys[1])],
+        [("key", "in", {keys[1]})],
+        [("key", "in", [keys[1].bytes])],
+        pc.field("key") == keys[1].bytes,
+    ):
+        assert [row["id"] for row in midepoch.from_files(tmp_path, filters=filters)] == [1]
+    ds = midepoch.from_files(tmp_path)
+    assert [row["id"] for row in ds.filter(pc.field("key") == keys[1].bytes)] == [1]
+    assert [row["id"] for row in ds.filter(pc.field("key").is_null())] == [3]
+    assert [row["id"] for row in ds.sort("key")] == [1, 2, 0, 3]
+    assert len(list(ds.take(3).balanced("key", num_samples=6, seed=1))) == 6

@@ -429,6 +429,8 @@ def column_values(dataset: Reading, column: str, what: str) -> pa.ChunkedArray:
             f"{what}: column {column!r} has {len(values)} values for {len(ds)} rows, because rows that fail are "
             "skipped. Compute a value for each row of the data first."
         )
+    if isinstance(values.type, pa.UuidType):  # which pyarrow does not compare
+        return values.cast(values.type.storage_type)
     return values.cast(values.type.value_type) if pa.types.is_dictionary(values.type) else values
 
 

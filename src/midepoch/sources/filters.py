@@ -7,6 +7,7 @@ import pickle
 import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+from uuid import UUID
 
 import numpy as np
 import pyarrow as pa
@@ -83,6 +84,10 @@ def comparable(table: pa.Table) -> pa.Table:
     return table
 
 
+def _bytes(value: Any) -> Any:
+    return value.bytes if isinstance(value, UUID) else value
+
+
 def _plain(filters: Any) -> Any:
     """Return conditions as tuples and their values as lists in a fixed order, also for JSON, sets and arrays."""
     if isinstance(filters, (list, tuple)) and len(filters) == 3 and isinstance(filters[0], str):
@@ -91,7 +96,8 @@ def _plain(filters: Any) -> Any:
             value = sorted(value)
         elif hasattr(value, "tolist") or isinstance(value, (pa.Array, pa.ChunkedArray)):
             value = value.to_pylist() if hasattr(value, "to_pylist") else value.tolist()
-        return (column, operator, value)
+        values = [_bytes(each) for each in value] if isinstance(value, (list, tuple)) else _bytes(value)
+        return (column, operator, values)
     return [_plain(each) for each in filters] if isinstance(filters, (list, tuple)) else filters
 
 

@@ -14,7 +14,7 @@ import pyarrow as pa
 
 from midepoch.errors import ColumnError, MapError
 from midepoch.sources.dictionaries import taken
-from midepoch.sources.filters import Filter
+from midepoch.sources.filters import Filter, comparable
 from midepoch.transforms.arrow_values import flat_numbers
 from midepoch.transforms.batch import Batch, join
 from midepoch.transforms.formats import arrow_column, present, present_rows
@@ -137,7 +137,7 @@ def _mask(expression: pc.Expression, table: pa.Table) -> npt.NDArray[np.bool_]:
     from pyarrow.acero import Declaration, ProjectNodeOptions, TableSourceNodeOptions
 
     plan = [
-        Declaration("table_source", TableSourceNodeOptions(table)),
+        Declaration("table_source", TableSourceNodeOptions(comparable(table))),
         Declaration("project", ProjectNodeOptions([expression], ["kept"])),
     ]
     kept = Declaration.from_sequence(plan).to_table(use_threads=False).column("kept")
