@@ -210,6 +210,27 @@ def test_no_row_of_a_file_rewritten_during_an_epoch_is_delivered(
         next(rows)
 
 
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("columns", [["id"], ["id", "text"]])
+def test_an_epoch_does_not_end_after_a_file_was_rewritten(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, columns: list[str], workers: int
+) -> None:
+    """Even if the rest of it is shorter than the pause between two checks, which is long for many files."""
+    monkeypatch.setattr("midepoch.read.blocks._CHECK_PAUSE", 1e9)
+    monkeypatch.setattr("midepoch.read.blocks._LONGEST_PAUSE", 1e9)
+    path = write_arrow(tmp_path / "a.arrow", numbered(10_000, 30_000).select(columns), 20_000)
+    other = write_arrow(tmp_path / "b.arrow", numbered(30_000, 50_000).select(columns), 20_000).read_bytes()
+    loader = midepoch.from_files(path).with_format("numpy").shuffle(seed=1).loader(50, num_workers=workers)
+    rows = iter(loader)
+    for _ in range(5):  # the first check is over
+        next(rows)
+    with path.open("r+b") as file:
+        file.write(other)
+    with pytest.raises(DataChangedError, match="a.arrow has changed since it was indexed"):
+        list(rows)
+    loader.close()
+
+
 def test_a_file_replaced_by_renaming_is_read_as_it_was(tmp_path: Path) -> None:
     path = tmp_path / "a.arrow"
     write_arrow(path, numbered(0, 100), 10)

@@ -97,6 +97,7 @@ class BatchMaker:
         self._options = options
         self._stacks = stacked
         self._ahead: RowsAhead | None = None
+        self._last: int | None = None  # the last step that is made here, once it is read
         # Without a map, a chunk is presented in one call and sliced, which saves most of the work for each batch.
         self._whole = as_read and self._engine.plain
 
@@ -117,12 +118,15 @@ class BatchMaker:
         rows = plan.batch_rows(shard)
         most = max(1, self._engine.chunk_rows(_CHUNK_BYTES) // rows)  # steps per read
         ahead = max(most, _AHEAD_ROWS // rows)  # steps whose order is computed in one call
+        self._last = None
         size, block, step = 1, 1, first  # grows from one, so that the first batch comes soon
         locates = self._whole
         if delivered and self._options.provenance and self.format == "torch":
             self._ahead = RowsAhead()
         while plan.has(step):
             steps = list(takewhile(plan.has, range(step, step + block * stride, stride)))
+            if plan.count_known() and not plan.has(steps[-1] + stride):
+                self._last = steps[-1]
             positions, ends, genuine, rows_there = plan.ask(steps, shard)
             chosen = self._engine.chosen(plan.epoch, positions) if rows_there is None else rows_there
             if locates and (located := self._engine.locate(chosen)) is not None:  # takes no memory: one chunk
@@ -193,6 +197,12 @@ class BatchMaker:
         ``allocate``: where to assemble the columns that functions return.
         """
         self._engine.check()  # rows may be views of mapped files; 0.5 µs
+        made = self._made(plan, read, allocate)
+        if read.step == self._last:  # there is no later check that could notice a change
+            self._engine.check(last=True)
+        return made
+
+    def _made(self, plan: StepPlan, read: Read, allocate: Allocate | None) -> MadeBatch:
         if read.located is not None:
             located, start, stop = read.located
             columns = {name: column.array(start, stop) for name, column in located.items()}

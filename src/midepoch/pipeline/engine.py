@@ -213,10 +213,13 @@ class Engine:
         located = self._open_reader().locate(self._source_rows(chosen))
         return located and {name: located[source_name] for name, source_name in self.leaf.head.items()}
 
-    def check(self) -> None:
-        """Raise DataChangedError if a mapped file was changed after rows were located. Most calls check nothing."""
+    def check(self, *, last: bool = False) -> None:
+        """Raise DataChangedError if a mapped file was changed after rows were located.
+
+        Most calls check nothing, except the ``last`` one of an epoch.
+        """
         if self._reader is not None:
-            self._reader.check()
+            self._reader.check(last=last)
 
     def read(self, chosen: Int64Array) -> Batch:
         """Read rows, before any step."""

@@ -114,10 +114,13 @@ class FetchedBlocks:
         """Memory of the open blocks."""
         return self._held.memory
 
-    def check(self) -> None:
-        """Raise DataChangedError if the file of a mapped block was written to. Checks at most once a second."""
+    def check(self, *, last: bool = False) -> None:
+        """Raise DataChangedError if the file of a mapped block was written to.
+
+        Checks at most once a second, except the ``last`` time.
+        """
         now = time.monotonic()
-        if now >= self._checked + CHECK_SECONDS:
+        if last or now >= self._checked + CHECK_SECONDS:
             self._checked = now
             self._cache.check(list(self._open))
 

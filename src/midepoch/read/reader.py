@@ -110,9 +110,9 @@ class Reader:
             if self._last is not None and self._last[0] in dropped:
                 self._last = None
 
-    def check(self) -> None:
-        """Raise DataChangedError if a mapped file was changed. Most calls check nothing."""
-        self._blocks.check()
+    def check(self, *, last: bool = False) -> None:
+        """Raise DataChangedError if a mapped file was changed. Most calls check nothing, except the ``last`` one."""
+        self._blocks.check(last=last)
 
     def _blocks_of(self, rows: Int64Array) -> Int64Array:
         if self._block_rows:
