@@ -241,7 +241,7 @@ OPEN: Wrong = [
     (lambda ds: midepoch.zip(ds, ds), r"zip\(\[a, b\]\), got several arguments"),
     (lambda _: midepoch.Loader(size=3), "'size'"),
     (lambda ds: midepoch.concat([ds, ds], axis=1), "axis.*midepoch.zip"),
-    (lambda ds: midepoch.mix([ds, ds.rename_column("id", "n")]), "columns id, text.*rename_columns"),
+    (lambda ds: midepoch.mix([ds, ds.rename_column("id", "n")]).loader(2), "columns id, text.*rename_columns"),
     (lambda ds: midepoch.zip([ds, ds]), "'id'.*rename_columns"),
     (lambda ds: midepoch.interleave_datasets([ds], weights=[1]), "weights.*probabilities="),
     (lambda ds: midepoch.interleave_datasets([ds], stopping_strategy="oversample"), "'first_exhausted'.*concat"),

@@ -35,7 +35,7 @@ def test_wrong_arguments_are_named(docs: midepoch.Dataset) -> None:
     with pytest.raises(ValueError, match="weights must be 0 or more"):
         midepoch.mix([docs, docs], weights=[1, -1])
     with pytest.raises(ColumnError, match="source 1 has id"):
-        midepoch.mix([docs, docs.select_columns("id")])
+        midepoch.mix([docs, docs.select_columns("id")]).loader(4)
     with pytest.raises(TypeError, match="expected a Dataset to combine"):
         midepoch.mix([docs, [1, 2]])
     with pytest.raises(ValueError, match="stop must be one of"):

@@ -14,6 +14,7 @@ import torch
 
 import midepoch
 from data import write_arrow
+from midepoch.audit import read_run
 from midepoch.errors import ColumnError
 
 ROWS = 90
@@ -177,9 +178,9 @@ def test_formats_of_files_do_not_matter(tmp_path: Path) -> None:
 
 def test_what_has_no_type_in_common_is_refused_where_it_is_built(tmp_path: Path) -> None:
     a, b = opened(tmp_path, "a", numbers(0)), opened(tmp_path, "b", numbers(0, pa.float64()))
-    for combine in (midepoch.mix, midepoch.concat):
+    for combine, use in ((midepoch.mix, lambda mixed: mixed.loader(4)), (midepoch.concat, lambda ds: ds)):
         with pytest.raises(ColumnError, match="'id' is int32 in source 0 and double in source 1.*cast"):
-            combine([a, b])
+            use(combine([a, b]))
         assert len(list(combine([a.cast({"id": pa.float64()}), b]))) == 2 * ROWS
 
 
@@ -197,7 +198,7 @@ def test_concat_fills_columns_that_a_part_lacks(tmp_path: Path) -> None:
     batches = same_after_every_resume(lambda: midepoch.concat([a, b]).with_format("numpy").loader(7))
     assert {str(batch["label"].dtype) for batch in batches} == {"float64"}
     with pytest.raises(ColumnError, match="same columns"):
-        midepoch.mix([a, b])
+        midepoch.mix([a, b]).loader(4)
 
 
 def test_cast_makes_types_of_what_a_function_returns(tmp_path: Path) -> None:
@@ -254,3 +255,68 @@ def test_tensors_and_numbers_go_together(tmp_path: Path, format: str) -> None:
         batches = list(combined.with_format(format).loader(4))
         found = [float(x) for batch in batches for x in (batch["x"].to_pylist() if format == "arrow" else batch["x"])]
         assert sorted(found) == sorted([i / 2 for i in range(ROWS)] * 2)
+
+
+def sources_with_other_columns(tmp_path: Path) -> dict[str, Any]:
+    """Two sources that agree only in ``text``."""
+    texts = [f"{i} " * (1 + i % 7) for i in range(ROWS)]
+    web = {"id": range(ROWS), "url": [f"u{i}" for i in range(ROWS)], "text": texts, "meta": [{"a": 1}] * ROWS}
+    code = {"path": [f"p{i}" for i in range(ROWS)], "text": texts, "stars": range(ROWS), "id": ["x"] * ROWS}
+    return {"web": opened(tmp_path, "web", pa.table(web)), "code": opened(tmp_path, "code", pa.table(code))}
+
+
+class Bytes:
+    """A tokenizer with a token for each byte."""
+
+    def __call__(self, texts: list[str], **_: Any) -> dict[str, Any]:
+        return {"input_ids": [list(text.encode()) for text in texts]}
+
+
+PIPELINES: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "pack": lambda sources: midepoch.mix(sources, seed=1).tokenize(Bytes()).pack(16),
+    "tokenized before": lambda s: midepoch.mix({n: d.tokenize(Bytes()) for n, d in s.items()}).pack(16),
+    "mapped before": lambda s: midepoch.mix({n: d.map(tokens_of) for n, d in s.items()}).pack(16),
+    "best fit": lambda sources: midepoch.mix(sources).tokenize(Bytes()).pack(16, strategy="best_fit", window=8),
+    "shuffled": lambda sources: midepoch.mix(sources).shuffle(seed=2, window=8).tokenize(Bytes()).pack(16),
+    "filtered": lambda s: midepoch.mix(s).filter(is_long, input_columns="text").tokenize(Bytes()).pack(16),
+    "selected": lambda sources: midepoch.mix(sources, seed=1).select_columns("text"),
+    "selected later": lambda sources: midepoch.mix(sources).shuffle(seed=2, window=8).select_columns(["text"]),
+    "nested": lambda s: midepoch.mix([midepoch.mix(s).tokenize(Bytes()), s["web"].tokenize(Bytes())]).pack(16),
+    "concat": lambda s: midepoch.concat([d.tokenize(Bytes()) for d in s.values()]).pack(16, strategy="best_fit"),
+    "schedule": lambda s: midepoch.mix(
+        {n: d.tokenize(Bytes()) for n, d in s.items()},
+        midepoch.Schedule([midepoch.Phase("one", {"web": 1, "code": 1}, tokens=256, sequence_length=16)]),
+    ).pack(),
+}
+
+
+def tokens_of(row: dict[str, Any]) -> dict[str, Any]:
+    return {"input_ids": list(row["text"].encode())}
+
+
+def is_long(text: str) -> bool:
+    return len(text) > 2
+
+
+@pytest.mark.parametrize("name", PIPELINES)
+def test_columns_that_nothing_uses_may_differ(tmp_path: Path, name: str) -> None:
+    made = PIPELINES[name](sources_with_other_columns(tmp_path)).with_format("python")
+    batches = same_after_every_resume(lambda: made.loader(4, provenance=True))
+    assert [described(batch) for batch in made.loader(4, num_workers=2, provenance=True)] == list(
+        map(described, batches)
+    )
+    assert len(list(made.loader(4, audit=tmp_path / "audit"))) == len(batches)
+    run = read_run(tmp_path / "audit")
+    assert run.exact and all(epoch.complete for epoch in run.epochs), (run.problems, run.epochs)
+
+
+@pytest.mark.parametrize("step", [lambda ds: ds, lambda ds: ds.tokenize(Bytes())])
+def test_columns_that_are_delivered_must_agree(tmp_path: Path, step: Callable[[Any], Any]) -> None:
+    mixed = step(midepoch.mix(sources_with_other_columns(tmp_path)))
+    assert "stars" not in repr(mixed) and "columns" in mixed._repr_html_()
+    match = r"mix: source 0 has the columns id, url, .*, source 1 has .*\. Give them the same.*select_columns\(\['"
+    for use in (lambda: mixed.loader(4), lambda: next(iter(mixed)), lambda: midepoch.mix([mixed, mixed]).loader(4)):
+        with pytest.raises(ColumnError, match=match):
+            use()
+    with pytest.raises(ColumnError, match="pack: no column 'stars'"):
+        mixed.pack(16, "stars")

@@ -169,8 +169,8 @@ def _parts(sources: Any, what: str) -> tuple[Node, ...]:
 
 
 def _combined(base: Combination, sources: Sequence[Dataset]) -> Dataset:
-    if not isinstance(base, Zip):
-        _ = base.schema  # parts that do not fit are refused here, not in the first batch with both
+    if isinstance(base, Concat):
+        base.schema.check()  # here, not in the first batch
     formats = {source.pipeline.format for source in sources}
     lanes, given = _lanes_of(sources)
     return Dataset(

@@ -21,7 +21,7 @@ from midepoch.pipeline.lanes import estimated_length, known_length
 from midepoch.pipeline.leaf import Leaf
 from midepoch.pipeline.node import Mix, Node, StageSpec
 from midepoch.pipeline.spec import PipelineSpec
-from midepoch.transforms import Decode, FilterExpression, Function, Step
+from midepoch.transforms import Decode, FilterExpression, Function, SelectColumns, Step
 from midepoch.transforms.formats import ITEMS, check_format
 from midepoch.transforms.media.images import installed
 from midepoch.transforms.packing import PackSpec
@@ -236,6 +236,8 @@ class Dataset(Reading, Resumable):
 
     def _with_stage(self, stage: StageSpec) -> Self:
         node, base = self.pipeline.node, self.pipeline.node.base
+        if isinstance(stage, PackSpec):
+            base = node.using(SelectColumns(tuple(stage.pads), "pack")).base
         if isinstance(stage, PackSpec) and isinstance(base, Mix) and base.schedule is not None and base.tokens is None:
             counted = (stage.column, int(stage.eos is not None)) if base.schedule.unit == "tokens" else None
             base = replace(base, tokens=counted)

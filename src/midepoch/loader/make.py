@@ -50,6 +50,7 @@ def make_loader(
     **options: Any,
 ) -> Loader:
     """Return a loader of a pipeline from a cursor on. The arguments are those of ``Dataset.loader``, unchecked."""
+    spec.node.check()
     if not spec.rows:
         _log.warning("there are no rows to load: the split, slice, selection or filter is empty")
     batching = Batching() if batching is None else batching

@@ -188,6 +188,20 @@ def columns_after(steps: tuple[Step, ...], names: tuple[str, ...]) -> tuple[str,
     return names
 
 
+def columns_before(steps: tuple[Step, ...], names: tuple[str, ...]) -> tuple[str, ...] | None:
+    """Return the columns from which steps make these, or None if they may use any column."""
+    for step in reversed(steps):
+        if isinstance(step, SelectColumns):
+            names = step.names
+        elif isinstance(step, FilterRows) and step.input_columns is not None:
+            names = (*names, *step.input_columns)
+        elif isinstance(step, Map) and step.input_columns is not None and (made := step.outputs) is not None:
+            names = (*(name for name in names if name not in made), *step.input_columns, *step.remove_columns)
+        else:
+            return None
+    return tuple(dict.fromkeys(names))
+
+
 def _keeps(step: Step, column: str) -> bool:
     """Return True if a step certainly leaves the values of a column as they are."""
     if isinstance(step, SelectColumns):

@@ -64,6 +64,7 @@ class Growing:
 def conformer(base: Mix | Concat, number: int) -> Callable[[Items], Items]:
     """Return a function that converts outputs of a part to the schema of the combination."""
     schema = base.schema
+    schema.check()
     as_read = schema.leaves_as_read(base.parts[number].known)
 
     def conform(items: Items) -> Items:

@@ -16,9 +16,17 @@ from midepoch.order.budget import Budget
 from midepoch.order.intervals import EMPTY, Intervals
 from midepoch.order.schedule import Schedule
 from midepoch.order.turns import spans
-from midepoch.pipeline.leaf import Leaf, arguments_text, columns_after, group_of, is_one_to_one, text_of
+from midepoch.pipeline.leaf import (
+    Leaf,
+    arguments_text,
+    columns_after,
+    columns_before,
+    group_of,
+    is_one_to_one,
+    text_of,
+)
 from midepoch.pipeline.schema import Known, Schema, known_of, schema_of
-from midepoch.transforms import Cast, ColumnStep, Decode, Function, Map, Step
+from midepoch.transforms import Cast, ColumnStep, Decode, Function, Map, SelectColumns, Step
 from midepoch.transforms.packing import PackSpec
 
 
@@ -228,7 +236,7 @@ class Mix:
 
     @cached_property
     def schema(self) -> Schema:
-        """The schema to which the rows of all parts are converted. Raises ColumnError if there is none."""
+        """The schema to which the rows of all parts are converted."""
         return schema_of(self.parts, "mix")
 
     @property
@@ -405,7 +413,8 @@ class Node:
 
         A step that treats each row of a mix independently is moved into its parts, where workers run it.
         """
-        base, stages = self.base, self.stages
+        node = self.using(step) if isinstance(step, SelectColumns) and self.stages else self
+        base, stages = node.base, node.stages
         if isinstance(step, Map) and step.drop_last and not self._has_whole_groups:
             return Node(base, (*stages, Local((self._numbered(step),))))
         if stages and isinstance(stages[-1], Local):
@@ -415,6 +424,23 @@ class Node:
         if isinstance(base, (Mix, Concat)) and not stages and _of_a_row(step):
             return Node(replace(base, parts=tuple(part.with_step(step) for part in base.parts)))
         return Node(base, (*stages, Local((self._numbered(step),))))
+
+    def using(self, step: SelectColumns) -> Node:
+        """Return the node for a stage or step that uses only some columns: combined parts have no others."""
+        needed: tuple[str, ...] | None = step.names
+        for stage in reversed(self.stages):
+            if needed is not None and not isinstance(stage, (Window, Slice)):
+                needed = columns_before(stage.steps, needed) if isinstance(stage, Local) else None
+        if needed is None or isinstance(self.base, (Leaf, Zip)):
+            return self
+        if isinstance(self.base, Mix) and self.base.tokens is not None:
+            needed = tuple(dict.fromkeys([*needed, self.base.tokens[0]]))
+        if isinstance(self.base, Concat) and any(
+            not set(needed) <= set(part.known_columns or ()) for part in self.base.parts
+        ):
+            return self  # columns that a part lacks are null
+        step = replace(step, names=needed)
+        return Node(replace(self.base, parts=tuple(part.with_step(step) for part in self.base.parts)), self.stages)
 
     @property
     def _has_whole_groups(self) -> bool:
@@ -473,6 +499,14 @@ class Node:
                 known = known.packed(stage)
         return known
 
+    def check(self) -> None:
+        """Raise ColumnError if parts that are combined do not agree in their columns."""
+        if not isinstance(self.base, Leaf):
+            for part in self.base.parts:
+                part.check()
+        if isinstance(self.base, (Mix, Concat)):
+            self.base.schema.check()
+
     @property
     def known_columns(self) -> tuple[str, ...] | None:
         """The columns of an output, or None if they are known only after a function has run."""
@@ -483,6 +517,8 @@ class Node:
             names = parts[0]
             if isinstance(self.base, (Mix, Concat)) and self.base.schema.fixed:
                 names = tuple(self.base.schema.fixed)
+            elif isinstance(self.base, Mix) and names is not None:
+                names = tuple(name for name in names if all(each is None or name in each for each in parts))
             elif isinstance(self.base, Zip):
                 names = None if None in parts else tuple(chain.from_iterable(part or () for part in parts))
         for stage in self.stages:

@@ -89,7 +89,7 @@ class Known:
 
 
 NOTHING = Known({}, certain=False)
-_REMEDY = "Give them the same columns first (select_columns, rename_columns, map)."
+_REMEDY = "Give them the same columns first (select_columns, rename_columns, map)"
 
 
 def _list_of(column: ReadColumn) -> ReadColumn:
@@ -118,12 +118,20 @@ class Schema:
     """The common schema of several parts. ``fixed``: exactly these columns and types, in this order.
 
     If no part is certain, ``fixed`` is empty, and columns that are Arrow arrays get the types of ``likely``.
+    ``problem``: the reason for which the parts cannot be combined with all their columns. Then ``fixed`` has those in
+    which they agree.
     """
 
     what: str
     fixed: Mapping[str, ReadColumn] = field(default_factory=dict)
     likely: Mapping[str, ReadColumn] = field(default_factory=dict)
     filled: frozenset[str] = frozenset()
+    problem: str | None = None
+
+    def check(self) -> None:
+        """Raise ColumnError if the parts do not agree."""
+        if self.problem is not None:
+            raise ColumnError(self.problem)
 
     def conform(self, batch: Batch) -> Batch:
         """Return the rows with the columns and types of the schema. Raises ColumnError."""
@@ -134,7 +142,7 @@ class Schema:
         if batch.columns.keys() - self.fixed.keys() or self.fixed.keys() - batch.columns.keys() - self.filled:
             raise ColumnError(
                 f"{self.what}: one source has the columns {', '.join(self.fixed)}, another has "
-                f"{', '.join(batch.columns)}. {_REMEDY}"
+                f"{', '.join(batch.columns)}. {_REMEDY}."
             )
         columns = {}
         for name, column in self.fixed.items():
@@ -167,39 +175,59 @@ class Schema:
 def schema_of(parts: Sequence[Node], what: str, *, fill: bool = False) -> Schema:
     """Return the common schema of the parts of a mix or concatenation.
 
-    ``fill``: columns that a part lacks are null in it. Raises ColumnError if parts that are certain have no type in
-    common.
+    ``fill``: columns that a part lacks are null in it. A step after the combination may keep only columns in which the
+    parts agree, so the reason for which others cannot be combined is returned, not raised.
     """
     known = [part.known for part in parts]
+    columns = [] if fill else [part.known_columns for part in parts]
     certain = [(number, each) for number, each in enumerate(known) if each.certain]
     if not certain:
-        return Schema(what, likely=_likely(known))
-    first, expected = certain[0]
+        return Schema(what, likely=_likely(known), problem=_other_columns(columns, what))
     names = dict.fromkeys(name for _, each in certain for name in each.columns)
-    for number, each in certain[1:]:
-        if each.columns.keys() != expected.columns.keys() and not fill:
-            raise ColumnError(
-                f"{what}: source {first} has the columns {', '.join(expected.columns)}, source {number} has "
-                f"{', '.join(each.columns)}. {_REMEDY}"
-            )
     filled = frozenset(name for name in names if any(name not in each.columns for _, each in certain))
-    fixed = {}
+    fixed, other_type = {}, None
     for name in names:
+        if name in filled and not fill:
+            continue
         having = [(number, each.columns[name]) for number, each in certain if name in each.columns]
         joint = _joint(name, having, what)
+        if isinstance(joint, str):
+            other_type = other_type or joint
+            continue
         if name in filled:
             joint = ReadColumn(joint.kind, joint.nulls | {()}, joint.encoded)
         fixed[name] = joint
-    return Schema(what, fixed, filled=filled if fill else frozenset())
+    problem = _other_columns(columns, what, fixed) or other_type
+    return Schema(what, fixed, filled=filled if fill else frozenset(), problem=problem)
 
 
-def _joint(name: str, having: Sequence[tuple[int, ReadColumn]], what: str) -> ReadColumn:
+def _other_columns(
+    columns: Sequence[Sequence[str] | None], what: str, joint: Mapping[str, ReadColumn] | None = None
+) -> str | None:
+    """Return the difference between the columns of two parts in words, or None if all known columns are the same.
+
+    ``joint``: the columns with a type in common, if types are known.
+    """
+    first, *others = [(number, names) for number, names in enumerate(columns) if names is not None] or [(0, ())]
+    for number, names in others:
+        if set(names) != set(first[1]):
+            shared = [name for name in first[1] if name in (names if joint is None else joint)]
+            keep = f", or keep those of both: {what}(…).select_columns({shared})" if shared else ""
+            return (
+                f"{what}: source {first[0]} has the columns {', '.join(first[1])}, source {number} has "
+                f"{', '.join(names)}. {_REMEDY}{keep}."
+            )
+    return None
+
+
+def _joint(name: str, having: Sequence[tuple[int, ReadColumn]], what: str) -> ReadColumn | str:
+    """Return the common column, or the reason for which there is none."""
     first, column = having[0]
     kind = column.kind
     for number, other in having[1:]:
         both = common_type(kind, other.kind)
         if both is None or other.encoded != column.encoded:
-            raise ColumnError(
+            return (
                 f"{what}: column {name!r} is {kind} in source {first} and {other.kind} in source {number}, which have "
                 f"no type in common. Convert one of them with cast({{{name!r}: …}})."
             )

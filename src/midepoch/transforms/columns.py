@@ -18,19 +18,20 @@ from midepoch.transforms.function import RunContext
 
 @dataclass(frozen=True)
 class SelectColumns:
-    """Selection of these columns, in this order."""
+    """Selection of these columns, in this order. ``caller``: the method that selects them."""
 
     names: tuple[str, ...]
+    caller: str = "select_columns"
 
     def columns(self, before: Sequence[str]) -> tuple[str, ...]:
-        check_columns(self.names, before, "select_columns")
+        check_columns(self.names, before, self.caller)
         twice = sorted({name for name in self.names if self.names.count(name) > 1})
         if twice:
             raise ColumnError(f"select_columns: {', '.join(map(repr, twice))} named twice.")
         return self.names
 
     def apply(self, batch: Batch) -> Batch:
-        check_columns(self.names, list(batch.columns), "select_columns")
+        check_columns(self.names, list(batch.columns), self.caller)
         return batch.with_columns({name: batch.columns[name] for name in self.names})
 
 
