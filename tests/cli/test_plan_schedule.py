@@ -109,7 +109,8 @@ def test_sources_are_those_of_the_file_or_of_the_options(run: Path) -> None:
         "max_passes of math cannot be checked without the data.",
         "passes over web, code, math are not counted. Name the paths of these sources.",
     ]
-    assert "note: max_passes of math cannot" in call("--schedule", run).output
+    shown = call("--schedule", run)
+    assert "note: max_passes of math cannot" in shown.output and shown.exit_code == 1
     told = of_json("--schedule", run, "--source", "math=math/*.parquet", "--source", f"web={run.parent / 'web'}")
     assert set(told["sizes"]) == {"math", "web"} and told["caps"]
     assert "--source maths: the sources of" in refused("--schedule", run, "--source", "maths=math")
@@ -139,6 +140,31 @@ def test_tokens_are_called_estimated(run: Path) -> None:
     assert "1,000" in shown and "9,000,000" in shown and "99.00 M" in shown
     told = of_json("--schedule", run)
     assert not told["exact"] and told["phases"][0]["uses"][0]["rows"] == 1100
+
+
+def test_text_needs_a_tokenizer(run: Path) -> None:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    words = Tokenizer(models.WordLevel({"?": 0}, unk_token="?"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    words.save("tokenizer.json")
+    for name, column in (("pages", "text"), ("files", "content")):
+        pq.write_table(pa.table({column: ["one two three"] * 100, "id": range(100)}), f"{name}.parquet")
+    phases = [Phase("all", {"web": 1, "code": 1}, tokens=540)]
+    sources = {"web": "pages.parquet", "code": "files.parquet"}
+    Schedule(phases, sources=sources, max_passes={"web": 1}).save(run)
+    given = ("--tokenizer", "tokenizer.json", "--column", "code=content")
+    told = of_json("--schedule", run, *given)
+    assert [use["passes"] for use in told["totals"]] == [0.9, 0.9] and told["unchecked"] == []
+    assert call("--schedule", run, *given).exit_code == 0
+    blank = call("--schedule", run)
+    assert blank.exit_code == 1 and "--tokenizer" in blank.output and "Name the paths" not in blank.output
+    assert "'text' is text" in refused("--schedule", run, "--column", "text")
+    assert "'content'" in refused("--schedule", run, "--tokenizer", "tokenizer.json", "--column", "content")
+    assert "--column x: the sources" in refused("--schedule", run, "--column", "x=text")
+    message = refused("--schedule", run, "--tokenizer", "none.json")
+    assert "--tokenizer none.json" in message and "Name a tokenizer.json, a folder or a model of the Hub" in message
+    assert "--tokenizer requires --schedule" in refused("--checkpoint", run, "--world-size", 1, "--tokenizer", "a")
 
 
 def test_a_run_that_cannot_be_completed_exits_with_1(run: Path) -> None:

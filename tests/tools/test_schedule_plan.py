@@ -243,7 +243,42 @@ def test_a_token_for_the_end_of_each_document(datasets: dict[str, Any]) -> None:
     assert without.totals[0].rows == 439 and added.totals[0].rows == 400
     with pytest.raises(ColumnError, match="nothing"):
         plan_schedule(schedule, sources, column="nothing")
-    assert plan_schedule(schedule, sources, column="text").sizes["a"].tokens == 800  # bytes
+    with pytest.raises(ColumnError, match="column 'text' is text, and its characters are not tokens.*tokenizer"):
+        plan_schedule(schedule, sources, column="text")
+
+
+class Words:
+    """A tokenizer with a token for each word."""
+
+    def __call__(self, texts: list[str], **_: Any) -> dict[str, Any]:
+        return {"input_ids": [[len(word) for word in text.split()] for text in texts]}
+
+
+def test_text_is_tokenized_and_a_sample_has_an_error(datasets: dict[str, Any], tmp_path: Path) -> None:
+    rng = np.random.default_rng(1)
+    counts = rng.integers(0, 200, 5000)
+    pq.write_table(pa.table({"body": ["word " * count for count in counts]}), tmp_path / "big.parquet")
+    sources = {"big": midepoch.from_files(str(tmp_path / "big.parquet")), "b": datasets["b"]}
+    schedule = Schedule([Phase("all", {"big": 1, "b": 1}, tokens=100_000)], {"big": 1})
+    plan = plan_schedule(schedule, sources, column={"big": "body"}, tokenizer=Words())
+    true, error = int(counts.sum()), plan.errors["big"]
+    assert plan.sizes["b"].tokens == 900 and set(plan.errors) == {"big"} and 0.01 < error < 0.1
+    assert plan.sizes["big"].tokens != true and plan.sizes["big"].tokens == pytest.approx(true, rel=error)
+    assert plan.unchecked == () and any(f"big within {100 * error:.1f} %" in note for note in plan.notes)
+    ended = plan_schedule(schedule, sources, column={"big": "body"}, tokenizer=Words(), eos=True)
+    assert ended.sizes["big"].tokens > plan.sizes["big"].tokens  # type: ignore[operator]
+    small = midepoch.from_dict({"text": ["a b c"] * 10 + [""] * 10})
+    plan = plan_schedule(Schedule([Phase("all", {"a": 1}, tokens=60)]), {"a": small}, tokenizer=Words(), eos=True)
+    assert plan.sizes["a"].tokens == 40 and plan.totals[0].passes == 1.5 and not plan.errors
+    plan = plan_schedule(Schedule([Phase("all", {"a": 1}, tokens=60)], {"a": 1}), {"a": small})
+    assert plan.unchecked == ("a",) and plan.totals[0].passes is None
+    assert plan.notes == (
+        "the tokens of a are not known, so rows and passes are not counted: there is no column 'input_ids'. Pass a "
+        "tokenizer for text (--tokenizer), or the column with the tokens (--column).",
+        "max_passes of a cannot be checked without the number of tokens.",
+    )
+    with pytest.raises(ValueError, match="column of 'z': the sources are a"):
+        plan_schedule(Schedule([Phase("all", {"a": 1}, tokens=60)]), {"a": small}, column={"z": "text"})
 
 
 def test_without_paths_only_weights_are_known(datasets: dict[str, Any], tmp_path: Path) -> None:

@@ -23,19 +23,31 @@ if TYPE_CHECKING:
 
 
 def plan_file(
-    path: str, sources: Sequence[str] | None, storage: list[str] | None, as_json: bool, **options: Any
+    path: str,
+    sources: Sequence[str] | None,
+    storage: list[str] | None,
+    as_json: bool,
+    column: Sequence[str] | None,
+    tokenizer: str | None,
+    **options: Any,
 ) -> None:
-    """Print the consumption of the schedule in a file. Exit with 1 if a phase cannot be filled."""
+    """Print the consumption of the schedule in a file.
+
+    Exit with 1 if a phase cannot be filled, or ``max_passes`` cannot be checked.
+    """
     from midepoch.order.schedule import Schedule
     from midepoch.tools.schedule import plan_schedule
 
     schedule = Schedule.load(path)
-    paths: dict[str, str | list[str]] = {**schedule.sources, **_pairs(sources)}
-    unknown = [name for name in _pairs(sources) if name not in schedule.names]
-    if unknown:
-        raise ValueError(f"--source {unknown[0]}: the sources of {path} are {', '.join(schedule.names)}.")
+    paths: dict[str, str | list[str]] = {**schedule.sources, **_pairs(sources, "--source", "PATH")}
+    columns = column if column and "=" not in column[0] else None
+    by_name = {} if columns else _pairs(column, "--column", "COLUMN")
+    for option, given in (("--source", _pairs(sources, "--source", "PATH")), ("--column", by_name)):
+        if unknown := [name for name in given if name not in schedule.names]:
+            raise ValueError(f"{option} {unknown[0]}: the sources of {path} are {', '.join(schedule.names)}.")
     datasets = {name: _opened(name, given, storage) for name, given in paths.items() if name in schedule.names}
-    plan = plan_schedule(schedule, datasets, **options)
+    model = None if tokenizer is None else _tokenizer(tokenizer)
+    plan = plan_schedule(schedule, datasets, column=columns[0] if columns else by_name, tokenizer=model, **options)
     if as_json:
         stretches = [
             {**one._asdict(), "phase": plan.phases[one.phase].name, "shares": _by_name(plan, one.shares)}
@@ -44,8 +56,29 @@ def plan_file(
         common.print_json({"schedule": path, **asdict(plan), "stretches": stretches})
     else:
         _show_schedule(plan)
-    if plan.problem is not None:
+    if plan.problem is not None or plan.unchecked:
         raise typer.Exit(1)
+
+
+def _tokenizer(name: str) -> Any:
+    """Return the tokenizer in a file, in a folder, or of a model of the Hub."""
+    try:
+        if name.endswith(".json"):
+            from tokenizers import Tokenizer
+
+            return Tokenizer.from_file(name)
+        from transformers import AutoTokenizer
+
+        return AutoTokenizer.from_pretrained(name)
+    except ImportError as problem:
+        raise ValueError(
+            f"--tokenizer needs the package {problem.name}. Install it: pip install {problem.name}."
+        ) from None
+    except Exception as problem:
+        reason = str(problem).splitlines()[0][:200] if str(problem) else type(problem).__name__
+        raise ValueError(
+            f"--tokenizer {name}: it cannot be loaded: {reason}. Name a tokenizer.json, a folder or a model of the Hub."
+        ) from None
 
 
 def _opened(name: str, given: str | list[str], storage: list[str] | None) -> Dataset:
@@ -60,14 +93,15 @@ def _opened(name: str, given: str | list[str], storage: list[str] | None) -> Dat
         raise type(problem)(f"source {name!r}: {problem} {hint}") from None
 
 
-def _pairs(given: Sequence[str] | None) -> dict[str, str]:
+def _pairs(given: Sequence[str] | None, option: str, value: str) -> dict[str, str]:
     found: dict[str, str] = {}
     for pair in given or ():
         name, sign, path = pair.partition("=")
         if not sign or not name or not path:
-            raise ValueError(f"--source takes NAME=PATH, got {pair!r}")
+            raise ValueError(f"{option} takes NAME={value}, got {pair!r}")
         if name in found:
-            raise ValueError(f"--source {name} is given twice. For several files, use a glob or a folder.")
+            several = " For several files, use a glob or a folder." if value == "PATH" else ""
+            raise ValueError(f"{option} {name} is given twice.{several}")
         found[name] = path
     return found
 
@@ -260,7 +294,14 @@ def plan(
         typer.Option(help="NAME=PATH of a source of the schedule. Default: those in its file. Repeatable."),
     ] = None,
     column: Annotated[
-        str | None, typer.Option(help="The column with the tokens of a row. Default: input_ids, where it exists.")
+        list[str] | None,
+        typer.Option(
+            help="The column with the tokens of a row, or NAME=COLUMN for one source. Repeatable. "
+            "Default: input_ids, or text with --tokenizer."
+        ),
+    ] = None,
+    tokenizer: Annotated[
+        str | None, typer.Option(help="A tokenizer.json, a folder or a model of the Hub, to count the tokens of text.")
     ] = None,
     ranks: Annotated[int, typer.Option(help="Number of ranks of the run of the schedule.", min=1)] = 1,
     eos: Annotated[bool, typer.Option("--eos", help="pack() adds a token to each document.")] = False,
@@ -271,7 +312,8 @@ def plan(
 
     With --checkpoint and --world-size: the effect of a resume. Exits with 1 if the state would be refused.
 
-    With --schedule: rows, tokens and passes by phase and source. Exits with 1 if a phase cannot be filled.
+    With --schedule: rows, tokens and passes by phase and source. Exits with 1 if a phase cannot be filled, or if
+    max_passes cannot be checked.
 
     [bold]midepoch plan --checkpoint runs/7/checkpoints --world-size 6 --num-workers 4 --batch-size 48[/]
 
@@ -286,12 +328,12 @@ def plan(
             raise ValueError("--checkpoint and --schedule cannot be used together. Use one of them.")
         from midepoch.cli.plan import plan_file
 
-        plan_file(schedule, source, storage, as_json, column=column, ranks=ranks, eos=eos, seed=seed)
+        plan_file(schedule, source, storage, as_json, column, tokenizer, ranks=ranks, eos=eos, seed=seed)
         return
     if checkpoint is None or world_size is None:
         missing = "--checkpoint" if checkpoint is None else "--world-size"
         raise ValueError(f"plan needs {missing}. Use --checkpoint and --world-size, or --schedule.")
-    for name, given in (("--source", source), ("--column", column), ("--eos", eos)):
+    for name, given in (("--source", source), ("--column", column), ("--tokenizer", tokenizer), ("--eos", eos)):
         if given:
             raise ValueError(f"{name} requires --schedule.")
     from midepoch.cli.states import open_state

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -19,11 +19,13 @@ import numpy.typing as npt
 from midepoch._internal.hints import hinted
 from midepoch._internal.values import integer
 from midepoch.dataset import Dataset
+from midepoch.errors import ColumnError
 from midepoch.open import from_files
 from midepoch.order.schedule import OPEN, Schedule, shares
 from midepoch.order.selection import Shard
 from midepoch.order.turns import Turns, count, draw_of
 from midepoch.pipeline.scheduled import EVENTS
+from midepoch.transforms.encode import Tokenize
 
 FloatArray = npt.NDArray[np.float64]
 Limit = tuple[int, int] | None
@@ -31,6 +33,10 @@ Limit = tuple[int, int] | None
 
 _EXACT_ROWS, _EXACT_STRETCHES = 10**9, 1 << 14
 """Rows, and stretches over all lanes, up to which draws are counted exactly: at most 10 s."""
+
+_TEXT = ("string", "large_string", "string_view")
+_SAMPLE = 1000
+"""Rows of a source that are tokenized: means of web pages are then known within about 10 %."""
 
 
 class ConstantShares(NamedTuple):
@@ -293,6 +299,10 @@ class SchedulePlan:
     """Shares between two changes of the weights, in the order of the run."""
     problem: str | None
     notes: tuple[str, ...]
+    errors: Mapping[str, float] = field(default_factory=dict)
+    """The relative error (95 %) of the tokens of each source of which only a sample was tokenized."""
+    unchecked: tuple[str, ...] = ()
+    """The sources whose ``max_passes`` could not be checked."""
 
 
 @hinted()
@@ -300,15 +310,18 @@ def plan_schedule(
     schedule: Schedule,
     sources: Mapping[str, Any] | None = None,
     *,
-    column: str | None = None,
+    column: str | Mapping[str, str] | None = None,
+    tokenizer: Any = None,
     ranks: int = 1,
     eos: bool = False,
     seed: int = 0,
 ) -> SchedulePlan:
     """Return what a schedule will consume.
 
-    ``sources``: datasets or paths by name; by default the paths in the schedule. ``column``: the tokens of a row, by
-    default "input_ids" where it exists. ``eos``: ``pack()`` adds a token to each document. ``seed``: that of the mix.
+    ``sources``: datasets or paths by name; by default the paths in the schedule. ``column``: the tokens of a row, of
+    all sources or by name; by default "input_ids" where it exists, else with a tokenizer "text". ``tokenizer``: counts
+    the tokens of 1,000 rows of each source whose column is text. ``eos``: ``pack()`` adds a token to each document.
+    ``seed``: that of the mix.
     """
     ranks = integer(ranks, "plan_schedule(ranks=…)", 1)
     schedule.batch_sizes(ranks)  # a loader would refuse what it refuses
@@ -319,9 +332,17 @@ def plan_schedule(
             f"source {unknown[0]!r} has no weight in any phase. The sources are {', '.join(schedule.names)}."
         )
     datasets = {name: _opened(value) for name, value in given.items() if name in schedule.names}
-    sizes = {name: size_of(ds, column, eos) for name, ds in datasets.items()}
+    columns = column if isinstance(column, Mapping) else dict.fromkeys(datasets, column)
+    if others := [name for name in columns if name not in schedule.names]:
+        raise ValueError(f"column of {others[0]!r}: the sources are {', '.join(schedule.names)}.")
+    measured = {name: size_of(ds, columns.get(name), eos, tokenizer) for name, ds in datasets.items()}
+    sizes = {name: size for name, (size, _) in measured.items()}
     names = tuple(datasets) + tuple(name for name in schedule.names if name not in datasets)
-    means, notes = _means(schedule, names, sizes)
+    means, notes, unchecked = _means(schedule, names, sizes)
+    errors = {name: error for name, (_, error) in measured.items() if error}
+    if errors:
+        within = ", ".join(f"{name} within {100 * error:.1f} %" for name, error in errors.items())
+        notes.append(f"tokens are estimated from {_SAMPLE:,} rows of each source: {within}, with 95 % probability.")
     caps = [
         schedule.max_passes.get(name) if name in sizes and (means or schedule.unit == "rows") else None
         for name in names
@@ -332,15 +353,38 @@ def plan_schedule(
     if run is None:
         run = estimated(schedule, names, limits, means or [1.0] * len(names))
     rows_known = schedule.unit == "rows" or means is not None
-    return _report(schedule, names, sizes, run, ranks, exact, rows_known, notes)
+    plan = _report(schedule, names, sizes, run, ranks, exact, rows_known, notes)
+    return replace(plan, errors=errors, unchecked=unchecked)
 
 
-def size_of(ds: Dataset, column: str | None = None, eos: bool = False) -> SourceSize:
-    """Return the size of a source. Without ``column`` its tokens are those in "input_ids", if it has that column."""
-    if column is None and "input_ids" not in ds.column_names:
-        return SourceSize(len(ds))
-    lengths = ds.lengths(column or "input_ids")
-    return SourceSize(len(ds), int(lengths.sum()) + int(np.count_nonzero(lengths) if eos else 0))
+def size_of(
+    ds: Dataset, column: str | None = None, eos: bool = False, tokenizer: Any = None
+) -> tuple[SourceSize, float]:
+    """Return the size of a source, and the relative error of its tokens if they are those of a sample.
+
+    Without ``column`` its tokens are those in "input_ids", or of "text" with a tokenizer, if it has that column.
+    """
+    present = ds.column_names
+    column = column or next(
+        (name for name in ("input_ids", *["text"] * (tokenizer is not None)) if name in present), None
+    )
+    if column is None:
+        return SourceSize(len(ds)), 0.0
+    if column not in present or not len(ds) or str(ds.schema.field(column).type) not in _TEXT:
+        lengths = ds.lengths(column)
+        return SourceSize(len(ds), int(lengths.sum()) + int(np.count_nonzero(lengths) if eos else 0)), 0.0
+    if tokenizer is None:
+        raise ColumnError(
+            f"column {column!r} is text, and its characters are not tokens. Pass a tokenizer (--tokenizer), or the "
+            "column with the tokens (--column)."
+        )
+    rows = np.sort(np.random.default_rng(0).permutation(len(ds))[:_SAMPLE])
+    texts = ds.select_columns(column).select(rows).with_format("python")[:][column]
+    counted = np.array([len(tokens) for tokens in Tokenize(tokenizer)(texts)["input_ids"]])
+    counted = counted + (counted > 0) * eos
+    mean, unseen = float(counted.mean()), 1 - len(rows) / len(ds)
+    error = 1.96 * float(counted.std()) * math.sqrt(unseen / len(rows)) / mean if mean else 0.0
+    return SourceSize(len(ds), round(mean * len(ds))), error
 
 
 def _opened(value: Any) -> Dataset:
@@ -353,12 +397,20 @@ def _opened(value: Any) -> Dataset:
 
 def _means(
     schedule: Schedule, names: Sequence[str], sizes: Mapping[str, SourceSize]
-) -> tuple[list[float] | None, list[str]]:
-    """Return the mean tokens in a row of each source, if any is known, and notes about those that are not."""
+) -> tuple[list[float] | None, list[str], tuple[str, ...]]:
+    """Return the mean tokens in a row of each source, if any is known, and notes about those that are not.
+
+    Also return the sources whose ``max_passes`` cannot be checked.
+    """
     known = {name: size.mean for name, size in sizes.items() if size.mean}
     missing = [name for name in names if name not in known]
     notes = []
-    if schedule.unit == "tokens" and not known:
+    if schedule.unit == "tokens" and not known and sizes:
+        notes.append(
+            f"the tokens of {', '.join(sizes)} are not known, so rows and passes are not counted: there is no column "
+            "'input_ids'. Pass a tokenizer for text (--tokenizer), or the column with the tokens (--column)."
+        )
+    elif schedule.unit == "tokens" and not known:
         notes.append(
             "no lengths of documents are known: tokens are divided by weight, as if the documents of all sources had "
             "the same mean length. Name the paths of the sources, and the column with the tokens."
@@ -370,13 +422,14 @@ def _means(
         )
     unlimited = [name for name in schedule.max_passes if name not in (sizes if schedule.unit == "rows" else known)]
     if unlimited:
-        notes.append(f"max_passes of {', '.join(unlimited)} cannot be checked without the data.")
+        what = "number of tokens" if all(name in sizes for name in unlimited) else "data"
+        notes.append(f"max_passes of {', '.join(unlimited)} cannot be checked without the {what}.")
     if unopened := [name for name in names if name not in sizes]:
         notes.append(f"passes over {', '.join(unopened)} are not counted. Name the paths of these sources.")
     if not known:
-        return None, notes
+        return None, notes, tuple(unlimited)
     common = sum(sizes[name].tokens or 0 for name in known) / sum(sizes[name].rows for name in known)
-    return [known.get(name) or common for name in names], notes
+    return [known.get(name) or common for name in names], notes, tuple(unlimited)
 
 
 def _report(
