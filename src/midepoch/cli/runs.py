@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 import webbrowser
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -340,7 +341,6 @@ def watch(
 
     [bold]midepoch watch runs/7 --host 0.0.0.0 --port 9000[/]
     """
-    from midepoch.audit.passes import ledger_folder
     from midepoch.tools.report import collect
     from midepoch.tools.report.watch import Watch
 
@@ -350,9 +350,28 @@ def watch(
         )
 
     for run in runs:
-        ledger_folder(run)
+        _wait_for_ledger(run)
     with Watch(look, host, port, token) as server:
         common.console.print(f"{server.address}  (Ctrl-C stops it)")
         if open_browser:
             webbrowser.open(server.address)
         server.serve()
+
+
+def _wait_for_ledger(run: Path) -> None:
+    """Wait for the first batch of a run. Its folder is empty from the creation of the loader until then."""
+    from midepoch.audit.passes import ledger_folder
+
+    given, is_told = run.expanduser(), False
+    while True:
+        empty = any(folder.is_dir() and not any(folder.iterdir()) for folder in (given, given / "ledger"))
+        try:
+            ledger_folder(run)
+            return
+        except DataNotFoundError:
+            if not empty:
+                raise
+        if not is_told:
+            common.say(f"waiting for the first batch of {run}  (Ctrl-C stops it)")
+        is_told = True
+        time.sleep(0.5)

@@ -198,6 +198,29 @@ def test_command(run_folder: Path, labelled_files: str, tmp_path: Path) -> None:
         assert found.exit_code == 2 and why in found.stderr, found.output
 
 
+@pytest.mark.parametrize("below", ["", "ledger"])
+def test_watch_waits_for_the_first_batch(
+    labelled_files: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, below: str
+) -> None:
+    folder = tmp_path / "run" / below
+    (tmp_path / "run").mkdir()
+    loader = midepoch.from_files(labelled_files).loader(50, audit=folder)
+    if below:
+        (tmp_path / "run" / "checkpoints").mkdir()
+    waits = []
+
+    def sleep(seconds: float) -> None:
+        waits.append(seconds)
+        if len(waits) == 3:
+            next(iter(loader))
+
+    monkeypatch.setattr("midepoch.cli.runs.time.sleep", sleep)
+    monkeypatch.setattr(Watch, "serve", lambda _: None)
+    found = call("watch", tmp_path / "run", "--port", 0)
+    assert found.exit_code == 0 and len(waits) == 3, found.output
+    assert found.stdout.replace("\n", "").count("waiting for the first batch of ") == 1 and "http://" in found.stdout
+
+
 @pytest.fixture
 def served(run_folder: Path) -> Iterator[Watch]:
     watch = Watch(lambda: collect(run_folder, read_checkpoints=False), "127.0.0.1", 0)
