@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -301,6 +303,22 @@ def test_what_cannot_be_recorded_or_read_is_said(
     (tmp_path / "x.ledger").write_text(json.dumps({"midepoch_ledger": 99}) + "\n...\n")
     with pytest.raises(midepoch.StateError, match="written by a newer version"):
         read_run(tmp_path)
+
+
+def test_the_folder_of_the_data_is_refused(small_files: list[str], tmp_path: Path) -> None:
+    table = pa.table({"id": range(8)})
+    (tmp_path / "data").mkdir()
+    pq.write_table(table, tmp_path / "data" / "0.parquet")
+    parquet = midepoch.from_files(str(tmp_path / "data"))
+    both = midepoch.mix([midepoch.from_files(small_files).select_columns("id"), parquet])
+    for ds in (parquet, both):
+        for folder in (tmp_path / "data", str(tmp_path / "other" / ".." / "data"), Ledger(tmp_path / "data")):
+            with pytest.raises(ValueError, match="is the folder of the data.*Pass a folder of the run, as in audit="):
+                ds.loader(4, audit=folder)
+        with pytest.raises(ValueError, match="is the folder of the data"):
+            midepoch.from_files(small_files).loader(4, audit=os.path.dirname(small_files[0]))
+    assert [path.name for path in (tmp_path / "data").iterdir()] == ["0.parquet"]
+    assert parquet.loader(4, audit=tmp_path / "data" / "run").shard.count == 1
 
 
 @pytest.mark.parametrize("mapped", [True, False])

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from midepoch._internal.values import integer
@@ -129,6 +131,7 @@ def make_loader(
         )
     ledger = ledger_of(audit)
     if ledger is not None:
+        _refuse_data_folder(ledger.folder, spec)
         ledger.prepare(shard)
     counterparts = _counterparts_of(shard, together, data_parallel, spec, chosen)
     equal = None
@@ -263,3 +266,15 @@ def _is_agreed(spec: PipelineSpec, together: bool, last_batch: str | None) -> bo
             'use with_lanes(1), with which every rank runs everything, or last_batch="uneven".'
         )
     return True
+
+
+def _refuse_data_folder(folder: Path, spec: PipelineSpec) -> None:
+    """Raise ValueError if a ledger would be kept beside the files of the data."""
+    place = os.path.abspath(folder)
+    for leaf in spec.node.leaves:
+        paths = leaf.source.files.paths
+        if any(place == (path if leaf.source.is_folder else os.path.dirname(path)) for path in paths):
+            raise ValueError(
+                f"audit={str(folder)!r} is the folder of the data, and the ledger would be written beside its files. "
+                "Pass a folder of the run, as in audit='runs/1'."
+            )
