@@ -658,6 +658,7 @@ def test_audit_shows_the_counts_of_leases(data: str, tmp_path: Path) -> None:
         runner = CliRunner(env={"COLUMNS": "200"})
         shown, found = (runner.invoke(app, ["audit", str(tmp_path), *options]) for options in ([], ["--json"]))
     assert shown.exit_code == 0 and "still out" in shown.stdout
+    assert "of these" in shown.stdout  # rejected ones are among those acknowledged
     counts = json.loads(found.stdout)["loaders"][0]["epochs"][0]["leases"]
     assert counts == {"leased": 96, "acknowledged": 32, "rejected": 16, "out": 64, "returned": 0}
 

@@ -24,7 +24,7 @@ _LISTED = 20
 _LEASES = {
     "leased": "leased",
     "acknowledged": "acknowledged",
-    "rejected": "rejected",
+    "rejected": "of these rejected",
     "out": "still out",
     "returned": "returned",
 }

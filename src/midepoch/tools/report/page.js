@@ -152,7 +152,7 @@ function consumption(run) {
   node.append(label(left, 30 * epochs.length + 12, "position 0"), label(width - 10, 30 * epochs.length + 12, "end of the epoch", "end"));
   const names = { rows: run.unit, never: "lost", pending: "to come", again: "delivered again", once: "delivered once" };
   const keys = ["rows", "once", "never", "repeated", "pending", "filtered", "dropped", "skipped", "excluded", "again", "steps"].filter(key => !["filtered", "dropped", "skipped", "excluded", "again"].includes(key) || epochs.some(one => one[key]));
-  const leased = epochs.some(one => one.leases) ? Object.entries({ leased: "leased", acknowledged: "acknowledged", rejected: "rejected", out: "still out", returned: "returned" }) : [];
+  const leased = epochs.some(one => one.leases) ? Object.entries({ leased: "leased", acknowledged: "acknowledged", rejected: "of these rejected", out: "still out", returned: "returned" }) : [];
   const body = epochs.map(one => [String(one.epoch), ...keys.map(key => [number(one[key]), (key === "repeated" || key === "never") && one[key] ? "bad" : ""]),
     ...leased.map(([key]) => one.leases ? number(one.leases[key]) : ""),
     one.complete ? ["✓ complete", "good"] : one.exact ? "exact so far" : ["✕ not exact", "bad"]]);
