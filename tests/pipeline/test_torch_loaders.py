@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,22 @@ def streams(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Callable[[], 
         "pack": lambda: kept().pack(8, "tokens").map(family.numbered_pack).shuffle(seed=3, window=5),
         "mix": lambda: midepoch.mix([kept(), midepoch.from_files(second).shuffle(seed=2)], [2, 1], stop="all"),
     }
+
+
+@pytest.mark.parametrize(("workers", "drop"), [(4, True), (4, False), (1, True)])
+def test_a_dataloader_that_drops_a_batch_of_each_worker_is_warned_of(tmp_path: Path, workers: int, drop: bool) -> None:
+    ds = midepoch.from_dict({"n": range(1000)})
+    log, handler = logging.getLogger("midepoch"), logging.FileHandler(tmp_path / "log")
+    log.addHandler(handler)
+    try:
+        options: dict[str, Any] = {"num_workers": workers, "collate_fn": collate, "multiprocessing_context": "fork"}
+        delivered = sum(map(len, torch.utils.data.DataLoader(ds, 128, drop_last=drop, **options)))
+    finally:
+        log.removeHandler(handler)
+        handler.close()
+    told = (tmp_path / "log").read_text()
+    assert delivered == {(4, True): 512, (4, False): 1000, (1, True): 896}[workers, drop]
+    assert told.count("Use ds.loader(batch_size, num_workers=4, drop_last=True)") == (workers == 4 and drop)
 
 
 # pack has a filter, and tests/test_conformance.py resumes the rows of all of them at every moment.

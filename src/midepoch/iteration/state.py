@@ -11,6 +11,7 @@ import tempfile
 from collections.abc import Callable, Collection
 from dataclasses import replace
 from multiprocessing import context, reduction
+from types import FrameType
 from typing import Any, NamedTuple, TypeVar
 
 from midepoch._internal.processes import silent_at_exit
@@ -21,6 +22,8 @@ from midepoch.pipeline.lanes import Lanes
 from midepoch.pipeline.spec import PipelineSpec
 from midepoch.state import saved as states
 from midepoch.state.format import check_worker
+
+_log = logging.getLogger("midepoch")
 
 _SIZE = 16384
 _EPOCH, _NAMED, _SEEDED, _SEED, _NOTES = 0, 8, 9, 16, 24
@@ -112,6 +115,23 @@ def worker_share(shard: Shard) -> tuple[Shard, tuple[int, int, int] | None]:
     return shard.within(Shard(info.id, info.num_workers)), (info.id, info.num_workers, shard.count)
 
 
+def warn_of_dropped_rows(caller: FrameType) -> None:
+    """Log that a DataLoader with ``drop_last`` drops the end of the share of each worker.
+
+    ``caller``: the frame that called ``iter(ds)``. Only there, in torch's fetcher, is it known in a worker.
+    """
+    data = sys.modules.get("torch.utils.data")
+    info = data.get_worker_info() if data is not None else None
+    if info is None or info.id or info.num_workers == 1 or caller.f_locals.get("drop_last") is not True:
+        return
+    _log.warning(
+        "DataLoader(ds, num_workers=%d, drop_last=True) drops the last incomplete batch of each worker: more rows than "
+        "len() of it says. Use ds.loader(batch_size, num_workers=%d, drop_last=True), which drops at most one batch.",
+        info.num_workers,
+        info.num_workers,
+    )
+
+
 def _rebuild(handle: Any) -> SharedCell:
     return SharedCell(fd=handle.detach())
 
@@ -128,7 +148,6 @@ def unnamed_file(size: int) -> int:
 
 
 _Iterator = TypeVar("_Iterator", RowIterator, BatchIterator)
-_log = logging.getLogger("midepoch")
 
 
 class IterationState:
