@@ -15,9 +15,12 @@ import time
 from collections import Counter
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 from urllib.parse import parse_qs, quote, unquote, urlsplit
+
+import pytest
 
 Files = dict[str, bytes]
 
@@ -331,3 +334,14 @@ def address(repo: str, path: str = "", revision: str = "") -> str:
     """Return the address of a path in a repository."""
     at = f"@{quote(revision, safe='')}" if revision else ""
     return f"hf://datasets/{repo}{at}/{path}".rstrip("/")
+
+
+def use_settings(monkeypatch: pytest.MonkeyPatch, home: Path) -> None:
+    """Set what huggingface_hub reads from the environment when it is imported: online, with the tokens of a folder."""
+    for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HF_TOKEN_PATH", "HF_OIDC_RESOURCE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HF_HOME", str(home))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("huggingface_hub.constants.HF_TOKEN_PATH", str(home / "token"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_STORED_TOKENS_PATH", str(home / "stored_tokens"))

@@ -110,7 +110,7 @@ def test_datasets_and_streams_do_not_import_what_few_use() -> None:
     """pyarrow.compute takes 50 ms, and a client of HTTP 20 ms: filters by an expression and the Hub need them."""
     code = """
 import sys, midepoch.open.files, midepoch.dataset.combine
-few = ("pyarrow.compute", "torch", "pandas", "http.client", "urllib.request", "email.utils")
+few = ("pyarrow.compute", "torch", "pandas", "http.client", "urllib.request", "email.utils", "huggingface_hub", "httpx")
 print([name for name in few if name in sys.modules])
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=300)

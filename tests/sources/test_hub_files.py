@@ -21,10 +21,10 @@ import pyarrow.parquet as pq
 import pytest
 
 import midepoch
-from hub import Files, HubServer, _CdnHandler
+from hub import Files, HubServer, _CdnHandler, use_settings
 from midepoch.errors import CheckpointMismatchError, DataChangedError, DataNotFoundError, FetchError, FormatError
 from midepoch.sources.addresses import resolve
-from midepoch.sources.hub_address import parse_hub_path
+from midepoch.sources.hub_api import parse_hub_path
 from midepoch.sources.listing import nearest
 from midepoch.sources.stores import Retry
 from midepoch.testing import assert_resumes_exactly
@@ -52,11 +52,9 @@ def shards(step: int = 1) -> Files:
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
     """The Hub, with one dataset of four shards, and a cache of its own."""
-    for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HF_TOKEN_PATH"):
-        monkeypatch.delenv(name, raising=False)
+    pytest.importorskip("huggingface_hub")
+    use_settings(monkeypatch, tmp_path / "hf")
     monkeypatch.setenv("MIDEPOCH_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
-    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
     with HubServer(page=3) as server:
         monkeypatch.setenv("HF_ENDPOINT", server.endpoint)
         server.add("org/name", shards())
@@ -285,7 +283,7 @@ def test_offline_uses_what_was_read_before(hub: HubServer, tmp_path: Path, monke
     ids(midepoch.from_files(GLOB, cache_dir=tmp_path / "blocks"))
     asked = hub.requests.total()
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    monkeypatch.setattr("midepoch.sources.hub_listings.time.time", lambda: 1e10)
+    monkeypatch.setattr("midepoch.sources.hub_files.time.time", lambda: 1e10)
     assert ids(midepoch.from_files(GLOB, cache_dir=tmp_path / "blocks")) == list(range(SHARDS * ROWS))
     assert hub.requests.total() == asked
     with pytest.raises(FetchError, match="HF_HUB_OFFLINE is set"):

@@ -1,45 +1,65 @@
-"""The token of this machine for the Hub: the first of several places, and tokens that are renewed."""
+"""The token that is sent to the Hub: the first of several places, and tokens that are renewed."""
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 
 import pytest
 
 from forks import forked
-from midepoch.sources import hub_api
-from midepoch.sources.hub_api import machine_token
+from hub import use_settings
+from midepoch.errors import FetchError
+from midepoch.sources.hub_api import Hub
+
+ENDPOINT = "http://hub.example"
+
+
+def token(given: str | bool | None = None) -> str | None:
+    return Hub(ENDPOINT, given)._token_now()
 
 
 @pytest.fixture(autouse=True)
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Folder of ``hf auth login``, with a token in it."""
-    for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HF_TOKEN_PATH", "HF_OIDC_RESOURCE"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    pytest.importorskip("huggingface_hub")
+    use_settings(monkeypatch, tmp_path)
     (tmp_path / "token").write_text("hf_saved\n")
     return tmp_path
 
 
 def test_the_environment_precedes_the_login(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert machine_token() == "hf_saved"
-    (home / "other").write_text("hf_other")
-    monkeypatch.setenv("HF_TOKEN_PATH", str(home / "other"))
-    assert machine_token() == "hf_other"
+    assert token() == token(True) == "hf_saved"
+    assert (token(" hf_own\n"), token(False)) == ("hf_own", None)
     monkeypatch.setenv("HUGGING_FACE_HUB_TOKEN", "hf_old_name")
-    assert machine_token() == "hf_old_name"
+    assert token() == "hf_old_name"
     monkeypatch.setenv("HF_TOKEN", " hf_given\n")
-    assert machine_token() == "hf_given"
-    monkeypatch.setenv("HF_TOKEN_PATH", str(home / "none"))
-    monkeypatch.delenv("HF_TOKEN")
-    monkeypatch.delenv("HUGGING_FACE_HUB_TOKEN")
-    assert machine_token() is None
+    assert token() == "hf_given"
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DISABLE_IMPLICIT_TOKEN", True)
+    assert (token(), token(True)) == (None, "hf_given")
 
 
-def test_a_token_that_expires_is_renewed_also_after_a_fork(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    hub = pytest.importorskip("huggingface_hub")
-    monkeypatch.setattr(hub, "get_token", lambda: "hf_renewed")
-    (home / "stored_tokens").write_text("[me]\nhf_token = hf_saved\nrefresh_token = hf_refresh\n")
-    assert machine_token() == "hf_renewed"
-    with hub_api._token_lock:  # as by another thread
-        assert forked(lambda: machine_token() == "hf_renewed") == 0
+def test_no_token(home: Path) -> None:
+    (home / "token").unlink()
+    assert token() is None
+    with pytest.raises(FetchError, match="this machine, which has none. Set HF_TOKEN, or log in"):
+        token(True)
+
+
+def test_a_token_that_expires_is_renewed_also_after_a_fork(monkeypatch: pytest.MonkeyPatch) -> None:
+    """huggingface_hub renews it under a lock, which a thread may hold when the process is forked."""
+    lock, renewing, proceed = threading.Lock(), threading.Event(), threading.Event()
+
+    def renewed() -> str:
+        with lock:
+            renewing.set()
+            proceed.wait(20)
+            return "hf_renewed"
+
+    monkeypatch.setattr("huggingface_hub.utils._headers.get_token", renewed)
+    thread = threading.Thread(target=token)
+    thread.start()
+    renewing.wait(20)
+    threading.Timer(0.2, proceed.set).start()
+    assert forked(lambda: token() == "hf_renewed") == 0
+    thread.join()

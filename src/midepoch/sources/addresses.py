@@ -18,7 +18,7 @@ from midepoch._internal.address import Address, Link, is_mistyped
 from midepoch._internal.redaction import Secrets
 from midepoch.errors import DataNotFoundError, FetchError, FormatError, MidepochError
 from midepoch.sources.fsspec_files import FsspecHandler, is_foreign, options_of, redact_logs
-from midepoch.sources.hub_address import is_hub_path, parse_hub_path, refuse_web_page
+from midepoch.sources.hub_api import is_hub_path, parse_hub_path, refuse_web_page
 from midepoch.sources.hub_files import HubFiles
 from midepoch.sources.stores import Retry, Store
 

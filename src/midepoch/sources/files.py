@@ -14,8 +14,16 @@ from midepoch._internal.hints import OPEN_ALREADY, is_array, is_dataset, name_of
 from midepoch.errors import DataNotFoundError, FormatError
 from midepoch.sources import manifests
 from midepoch.sources.addresses import check_utf8, resolve
-from midepoch.sources.folders import KINDS, Expanded, Listing, choose, is_metadata, listing_of, warn_of_splits
-from midepoch.sources.hub_data import data_files
+from midepoch.sources.folders import (
+    KINDS,
+    Expanded,
+    Listing,
+    choose,
+    files_of_repository,
+    is_metadata,
+    listing_of,
+    warn_of_splits,
+)
 from midepoch.sources.hub_files import HubFiles
 from midepoch.sources.listing import (
     GLOB,
@@ -224,7 +232,7 @@ def _chosen(store: Store, path: str, visible: list[Entry], wanted: str | None) -
     formats = formats_of([each.path for each in visible], wanted)
     typed, kind, warned = choose(name, visible, formats, wanted)
     if isinstance(store.given, HubFiles) and kind is None:
-        typed = data_files(path, typed, parquet_only=wanted is None)
+        typed = files_of_repository(path, typed, parquet_only=wanted is None)
     else:
         warned |= warn_of_splits(name, path, typed)
     if not typed and wanted in FORMATS:

@@ -9,15 +9,17 @@ from __future__ import annotations
 import hashlib
 import logging
 import posixpath
+import re
 from array import array
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 from typing import NamedTuple
 
 from midepoch.errors import FormatError
+from midepoch.sources.hub_api import parse_hub_path
 from midepoch.sources.open_files import Entry
 
 _log = logging.getLogger("midepoch")
@@ -38,6 +40,8 @@ SPLITS: dict[str, str] = {
     **dict.fromkeys(("test", "testing", "eval", "evaluation"), "test"),
 }
 """The split that a folder or file with such a name belongs to."""
+_SPLIT = re.compile(rf"(?:^|[-._ 0-9/])({'|'.join(SPLITS)})(?=[-._ 0-9/]|$)")
+_DESCRIPTIONS = {"dataset_infos.json", "dataset_info.json", "dataset_dict.json", "state.json"}
 _METADATA = ("metadata.csv", "metadata.jsonl", "metadata.parquet")
 
 
@@ -157,6 +161,29 @@ def warn_of_splits(name: str, folder: str, entries: Sequence[Entry]) -> bool:
         if rest and not rest[0].isalpha():
             pattern = word if "/" in rest else f"{word}*{posixpath.splitext(rest)[1] or rest}"
             splits.setdefault(split, f"{name.rstrip('/')}/{pattern}")
+    return _warned(name, splits)
+
+
+def files_of_repository(folder: str, files: Sequence[Entry], *, parquet_only: bool) -> list[Entry]:
+    """Return the data files in a folder of the Hub, without descriptions of them: with ``parquet_only`` those of
+    Parquet, if there are any. Warn if they belong to several splits.
+    """
+    found = [file for file in files if posixpath.basename(file.path) not in _DESCRIPTIONS]
+    if parquet_only:
+        found = [file for file in found if file.path.lower().endswith((".parquet", ".pq", ".parq"))] or found
+    splits: dict[str, str] = {}
+    for file in found:
+        at = parse_hub_path(file.path)
+        if (match := _SPLIT.search(at.path.lower())) is not None:
+            start, rest = at.path[: match.end(1)], at.path[match.end(1) :]
+            pattern = f"{start}/**" if "/" in rest else f"{start}*{posixpath.splitext(rest)[1]}"
+            splits.setdefault(SPLITS[match[1]], f"hf://{at.root}/{pattern}")
+    _warned(f"hf://{folder}", splits)
+    return found
+
+
+def _warned(name: str, splits: Mapping[str, str]) -> bool:
+    """Warn about several splits, with the address of one for each. Return True if there are several."""
     if len(splits) > 1:
         _log.warning(
             "%s contains the splits %s, and all of them are read as one dataset. For one split, pass its files: %s",

@@ -107,9 +107,15 @@ def options_of(filesystem: Any) -> dict[str, Any]:
     return {**dict(given), "arguments": texts, "nested": nested}
 
 
+_LOGGERS = (
+    "fsspec fsspec.http fsspec.cached huggingface_hub.utils._http httpx httpcore.connection httpcore.http11 "
+    "httpcore.proxy httpx2 httpcore2.connection httpcore2.http11 httpcore2.proxy"
+)
+
+
 def redact_logs() -> None:
-    """Remove the credentials from addresses that fsspec logs at DEBUG."""
-    for name in ("fsspec", "fsspec.http", "fsspec.cached"):
+    """Remove the credentials from addresses that fsspec and the Hub's client log at DEBUG and INFO."""
+    for name in _LOGGERS.split():
         logging.getLogger(name).addFilter(_without_credentials)  # added only once
 
 

@@ -1,41 +1,107 @@
-"""Requests to the Hugging Face Hub, or to a server that speaks its protocol. Each is one attempt.
+"""Dataset repositories of the Hugging Face Hub: their addresses, and requests to it. Each request is one attempt.
 
-The token is sent to the Hub alone, never to the servers that it redirects to. Messages contain no address of those,
-because their queries are signatures.
+Connections, tokens and errors are those of huggingface_hub. Its loops over pages and retries are not used: they know no
+budget of ``Retry``, and send the token to any server that a page names as its next one. Here it is sent to the endpoint
+alone, never to the servers that this redirects to. Messages contain no address of those, because their queries are
+signatures.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import re
-import sys
 import threading
 import time
-from collections.abc import Mapping
-from pathlib import Path
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
-from urllib.parse import quote, urlsplit
+from urllib.parse import quote, unquote, urljoin, urlsplit
 
-from midepoch.errors import DataNotFoundError, FetchError
-from midepoch.sources.http_client import Answer, client, origin_of, target_of
-from midepoch.sources.hub_address import HubPath
+from midepoch._internal.address import Address
+from midepoch.errors import DataNotFoundError, FetchError, MidepochError
+from midepoch.sources.fsspec_files import redact_logs
 from midepoch.sources.open_files import Entry
 from midepoch.sources.throttling import ThrottledError, requested_wait
 
 DEFAULT_ENDPOINT = "https://huggingface.co"
-_REDIRECTS = (301, 302, 303, 307, 308)
+TIMEOUT = 30.0
+"""Seconds without a byte after which a request fails."""
 _LONGEST_CHAIN = 5
-_NEXT = re.compile(r'<([^>]+)>\s*;[^,]*rel="?next"?')
-_TOKEN = re.compile(r"[!-~]*")
-_YES = {"1", "on", "yes", "true"}
+_INVALID = "the server names an address without a valid host or port"
+_PREFIX = "datasets/"
+_SPECIAL = re.compile(r"refs/(?:convert/[\w.-]+|pr/\d+)(?=/|$)")
+"""Revisions that contain slashes."""
+_ALIASES = {"~parquet": "refs/convert/parquet", "~duckdb": "refs/convert/duckdb"}
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+_NO_NAME = re.compile(r"[*?\[]|\.(?:parquet|pq|parq|arrow|csv|tsv|jsonl?|ndjson|orc|gz|zst|tar)$", re.IGNORECASE)
+_SEGMENT = re.compile(r"[\w.-]+")
+_PAGE = re.compile(
+    r"https?://(?:www\.)?(?:huggingface\.co|hf\.co)/datasets/([\w.-]+(?:/[\w.-]+)?)"
+    r"(?:/(?:tree|blob|viewer)(?:/([^/?#]+)(?:/([^?#]*))?)?)?/?(?:[?#].*)?"
+)
 
 
-class Redirect(NamedTuple):
-    """Address of the contents of a file on another server, and the hash of the contents, if it is known."""
+class HubPath(NamedTuple):
+    """A path in a repository. ``root`` is the part of the address before it, as given, or with ``@main``."""
 
-    url: str
-    etag: str
+    repo: str
+    revision: str
+    path: str
+    root: str
+
+    @property
+    def is_pinned(self) -> bool:
+        """True if the revision is a commit, so that its files never change."""
+        return _COMMIT.fullmatch(self.revision) is not None
+
+    @property
+    def given(self) -> str:
+        """The address without its scheme. It has the same parts."""
+        return f"{self.root}/{self.path}" if self.path else self.root
+
+
+def refuse_web_page(address: str) -> None:
+    """Raise ValueError for the address of a page of a dataset, as it is in a browser."""
+    if (page := _PAGE.fullmatch(address)) is not None:
+        at = f"@{page[2]}" if page[2] and "/viewer" not in address else ""
+        path = f"/{page[3].rstrip('/')}" if page[3] and at else ""
+        raise ValueError(
+            f"{Address(address)} is a web page. Write hf://datasets/{page[1]}{at}{path} to read the files of this "
+            "dataset."
+        )
+
+
+def is_hub_path(address: str) -> bool:
+    """Return True for the address of a dataset repository."""
+    scheme, mark, inner = address.partition("://")
+    return mark != "" and scheme.lower() == "hf" and f"{inner}/".startswith(_PREFIX)
+
+
+def parse_hub_path(address: str) -> HubPath:
+    """Return the parts of an address without its scheme: ``datasets/ORG/NAME@REVISION/PATH``.
+
+    Names without an organisation, like ``datasets/squad``, are accepted if no folder or revision follows, or if the
+    next part is a glob or a file name.
+    """
+    inner = f"{address}/".removeprefix(_PREFIX).strip("/")
+    before, at, after = inner.partition("@")
+    if at and before.count("/") <= 1:
+        special = _SPECIAL.match(after)
+        given = special[0] if special is not None else after.partition("/")[0]
+        repo, revision, path = before, unquote(given), after[len(given) :].strip("/")
+        root = f"{_PREFIX}{repo}@{given}"
+    else:
+        parts = inner.split("/")
+        size = 1 if len(parts) == 1 or _NO_NAME.search(parts[1]) else 2
+        repo, revision, path = "/".join(parts[:size]), "main", "/".join(parts[size:])
+        # Without an organisation, a folder in a listed path would be taken for the name.
+        root = f"{_PREFIX}{repo}" if size == 2 else f"{_PREFIX}{repo}@main"
+    if not all(map(_SEGMENT.fullmatch, repo.split("/"))) or not revision:
+        raise DataNotFoundError(
+            f"hf://{address} names no dataset repository. Write hf://datasets/ORG/NAME/PATH, or "
+            "hf://datasets/ORG/NAME@REVISION/PATH."
+        )
+    return HubPath(repo, _ALIASES.get(revision, revision), path, root)
 
 
 class Hub:
@@ -46,16 +112,28 @@ class Hub:
     """
 
     def __init__(self, endpoint: str, token: str | bool | None, offline: bool | None = None) -> None:
-        self.endpoint, self._token = endpoint.rstrip("/"), token
-        self.offline = _is_yes("HF_HUB_OFFLINE") if offline is None else offline
+        try:
+            from huggingface_hub import constants, errors, set_client_factory, utils  # noqa: F401  # not in threads
+        except ImportError:
+            raise MidepochError(
+                'hf:// needs huggingface_hub, version 1.3 or newer: `pip install "midepoch[hf]"`.'
+            ) from None
+        redact_logs()
+        self.endpoint, self._token = endpoint.rstrip("/"), token.strip() if isinstance(token, str) else token
+        set_now = os.environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "on", "yes", "true")
+        self.offline = (set_now or constants.HF_HUB_OFFLINE) if offline is None else offline
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Hub, (self.endpoint, self._token, self.offline)
 
     def commit(self, of: HubPath) -> str:
         """Return the commit that a revision stands for."""
-        url = f"{self._api(of)}/revision/{quote(of.revision, safe='')}?expand=sha"
-        answer = self._checked(of, self._get(url))
-        about = _parsed(answer)
-        commit = about.get("sha") if isinstance(about, dict) else None
-        if not isinstance(commit, str) or not re.fullmatch(r"[0-9a-f]{40,64}", commit):
+        answer = self._checked(of, self._get(f"{self._api(of)}/revision/{quote(of.revision, safe='')}?expand=sha"))
+        try:
+            commit = str(answer.json()["sha"])
+        except (ValueError, KeyError, TypeError):
+            commit = ""
+        if not re.fullmatch(r"[0-9a-f]{40,64}", commit):
             raise ConnectionError(f"the answer of {self.endpoint} names no commit")
         return commit
 
@@ -66,95 +144,123 @@ class Hub:
 
     def page(self, of: HubPath, url: str) -> tuple[list[Entry], str]:
         """Return the files of one page of a listing, and the address of the next page. Empty for the last one."""
-        answer = self._get(url)
-        if answer.status == 404 and answer.headers.get("x-error-code") == "EntryNotFound":
+        answer = self._checked(of, self._get(url), missing_ok=True)
+        if answer is None:
             return [], ""
-        entries = _parsed(self._checked(of, answer))
-        following = _NEXT.search(answer.headers.get("link", ""))
         try:
-            files = [_file(each) for each in entries if each["type"] == "file"]
+            files = [_file(each) for each in answer.json() if each["type"] == "file"]
         except (KeyError, TypeError, ValueError, AttributeError):
             raise ConnectionError(f"the listing of {self.endpoint} cannot be parsed") from None
-        return files, self._own(target_of(url, following[1])) if following is not None else ""
+        following = answer.links.get("next", {}).get("url", "")
+        return files, self._own(str(answer.url.join(following))) if following else ""
 
-    def read(self, of: HubPath, commit: str, part: str) -> Answer | Redirect:
-        """Return a part of a file (``bytes=0-9``) at a commit, or where the Hub redirects to for it."""
+    def read(self, of: HubPath, commit: str, part: str) -> Any:
+        """Return the answer with a part of a file (``bytes=0-9``) at a commit.
+
+        If the part is on another server, the ``next_request`` of the answer has its address.
+        """
         url = f"{self.endpoint}/datasets/{of.repo}/resolve/{commit}/{quote(of.path)}"
-        answer = self._get(url, {"Range": part}, follow_etag=True)
-        if answer.status in _REDIRECTS:
-            return Redirect(answer.headers["location"], _plain(answer.headers.get("x-linked-etag", "")))
-        return answer if answer.status == 416 else self._checked(of._replace(revision=commit), answer)
+        return self._checked(of._replace(revision=commit), self._get(url, {"Range": part}, leave=True))
 
-    def read_elsewhere(self, url: str, part: str) -> Answer:
-        """Return a part of a file from the server that the Hub redirected to, whatever its status."""
-        for _ in range(_LONGEST_CHAIN):
-            answer = client.get(url, {"Range": part})
-            if answer.status not in _REDIRECTS or "location" not in answer.headers:
-                break
-            url = target_of(url, answer.headers["location"])
+    def read_elsewhere(self, url: str, part: str) -> Any:
+        """Return the answer with a part of a file from the server that the Hub redirected to, whatever its status."""
+        answer = self._send(url, {"Range": part}, follow=True)
         _check_load("the server of the files", answer, None)
         return answer
 
-    def _get(self, url: str, headers: Mapping[str, str] | None = None, *, follow_etag: bool = False) -> Answer:
-        """Return the answer of the Hub, after redirects to itself, as for a repository with a new name."""
-        if self.offline:
-            raise FetchError(
-                f"no request is sent to {self.endpoint}, because HF_HUB_OFFLINE is set. Unset it, and open the dataset "
-                "again."
-            )
+    def _get(self, url: str, headers: dict[str, str] | None = None, *, leave: bool = False) -> Any:
+        """Return the answer of the Hub, after redirects to itself, as for a repository with a new name.
+
+        ``leave``: return a redirect to another server, instead of an error.
+        """
         limited = (self.endpoint, "/api/" in url)  # the Hub counts requests for files separately
         wait = _busy.get(limited, 0.0) - time.monotonic()
         if wait > 0:  # another thread received this answer
             raise ThrottledError(f"{self.endpoint} accepts no requests for now", wait)
         token = self._token_now()
-        if token is not None and _TOKEN.fullmatch(token) is None:  # http.client would show it
-            raise FetchError(
-                f"the token for {self.endpoint} contains spaces, line breaks or other characters that no token has. "
-                "Check HF_TOKEN or storage_options."
-            )
-        own = {**(headers or {}), **({"Authorization": f"Bearer {token}"} if token else {})}
+        sent = {**(headers or {}), **({"Authorization": f"Bearer {token}"} if token else {})}
         for _ in range(_LONGEST_CHAIN):
-            answer = client.get(url, own)
-            if answer.status not in _REDIRECTS:
+            answer = self._send(url, sent, follow=False)
+            if answer.next_request is None:
                 _check_load(self.endpoint, answer, limited)
                 return answer
-            target = target_of(url, answer.headers.get("location", ""))
-            if origin_of(target) != origin_of(self.endpoint):
-                if follow_etag:
-                    return answer._replace(headers={**answer.headers, "location": target})
+            origin_of(answer.headers["location"], url)  # httpx guesses the host of an invalid one
+            url = str(answer.next_request.url)
+            if origin_of(url) != origin_of(self.endpoint):
+                if leave:
+                    return answer
                 raise ConnectionError(f"{self.endpoint} redirects a listing to another server, which is refused")
-            url = target
         raise ConnectionError(f"{self.endpoint} redirects in a loop")
 
-    def _checked(self, of: HubPath, answer: Answer) -> Answer:
-        """Return an answer with contents. Raise the error that the Hub means by any other."""
-        if answer.status in (200, 206):
-            return answer
-        code, text = answer.headers.get("x-error-code", ""), answer.headers.get("x-error-message", "")
+    def _checked(self, of: HubPath, answer: Any, *, missing_ok: bool = False) -> Any:
+        """Return an answer with contents, or a redirect. Raise the error that the Hub means by any other.
+
+        ``missing_ok``: return None if there is no such folder.
+        """
+        from huggingface_hub import errors, hf_raise_for_status
+
         repo = f"the dataset {of.repo} of {self.endpoint}"
-        token = "The token in use may not read it." if self._token_now() else "No token was found."
-        if code == "GatedRepo":
-            raise FetchError(
+        sent = "authorization" in answer.request.headers
+        token = "The token in use may not read it." if sent else "No token was found."
+        try:
+            hf_raise_for_status(answer)
+            return answer
+        except errors.GatedRepoError:
+            failure: Exception = FetchError(
                 f"{repo} is gated. {token} Accept its conditions at {self.endpoint}/datasets/{of.repo}, and set "
                 'HF_TOKEN or pass storage_options={"token": …}.'
             )
-        if code == "RevisionNotFound":
-            raise DataNotFoundError(
+        except errors.RevisionNotFoundError:
+            failure = DataNotFoundError(
                 f"{repo} has no revision {of.revision!r}. Check the part after the @, and whether the history of the "
                 "repository was rewritten."
             )
-        if code == "EntryNotFound":
-            raise DataNotFoundError(f"{repo} has no file {of.path!r} in revision {of.revision!r}. Check the path.")
-        if answer.status == 401 and "Invalid" in text:
-            raise FetchError(f"{self.endpoint} does not accept the token: {text}. Check HF_TOKEN or storage_options.")
-        if code == "RepoNotFound" or answer.status in (401, 404):
-            raise DataNotFoundError(
-                f"{repo} does not exist, or it is private. {token} Check its name, and set HF_TOKEN or pass "
-                'storage_options={"token": …} for a private one.'
+        except errors.EntryNotFoundError:
+            if missing_ok:
+                return None
+            failure = DataNotFoundError(f"{repo} has no file {of.path!r} in revision {of.revision!r}. Check the path.")
+        except errors.HfHubHTTPError as problem:
+            status, text = answer.status_code, problem.server_message or ""
+            if status == 401 and "Invalid" in text:
+                failure = FetchError(
+                    f"{self.endpoint} does not accept the token: {text}. Check HF_TOKEN or storage_options."
+                )
+            elif isinstance(problem, errors.RepositoryNotFoundError) or status in (401, 404):
+                failure = DataNotFoundError(
+                    f"{repo} does not exist, or it is private. {token} Check its name, and set HF_TOKEN or pass "
+                    'storage_options={"token": …} for a private one.'
+                )
+            elif status == 403:
+                text = text or "HTTP status 403"
+                failure = FetchError(f"{repo} cannot be read: access is denied ({text}). Check the token.")
+            else:
+                failure = ConnectionError(f"{self.endpoint} answered HTTP status {status} {text}".rstrip())
+        raise failure
+
+    def _send(self, url: str, headers: dict[str, str], *, follow: bool) -> Any:
+        """Return the answer to a request. Raise ConnectionError or TimeoutError, without paths and queries."""
+        from huggingface_hub import get_session
+        from huggingface_hub.errors import HTTPError, OfflineModeIsEnabled
+
+        host, sent = origin_of(url)[1], {"Accept-Encoding": "identity", **headers}
+        try:
+            if self.offline:
+                raise OfflineModeIsEnabled
+            with _forks.wait():
+                return get_session().get(url, headers=sent, timeout=TIMEOUT, follow_redirects=follow)
+        except OfflineModeIsEnabled:
+            failure: Exception = FetchError(
+                f"no request is sent to {host}, because HF_HUB_OFFLINE is set. Unset it, and open the dataset again."
             )
-        if answer.status == 403:
-            raise FetchError(f"{repo} cannot be read: access is denied ({text or 'HTTP status 403'}). Check the token.")
-        raise ConnectionError(f"{self.endpoint} answered HTTP status {answer.status} {text}".rstrip())
+        except HTTPError as problem:  # of httpx or httpx2, depending on the version
+            kind = type(problem).__name__
+            if type(problem.__context__).__name__ == "InvalidURL":  # it shows the address
+                failure = ConnectionError(_INVALID)
+            elif kind.endswith("Timeout"):
+                failure = TimeoutError(f"{host} timed out after {TIMEOUT:.0f} s")
+            else:
+                failure = ConnectionError(f"the connection to {host} failed ({kind}: {problem})")
+        raise failure
 
     def _own(self, url: str) -> str:
         """Return an address of this endpoint. A mirror may name that of the Hub, which must not get the token."""
@@ -168,83 +274,87 @@ class Hub:
 
     def _token_now(self) -> str | None:
         """Return the token to send. It is looked up for every request, because tokens of a login are refreshed."""
-        if self._token is False:
-            return None
-        if isinstance(self._token, str):
-            return self._token.strip()
-        if self._token is None and _is_yes("HF_HUB_DISABLE_IMPLICIT_TOKEN"):
-            return None
-        return machine_token()
+        from huggingface_hub.errors import LocalTokenNotFoundError
+        from huggingface_hub.utils import get_token_to_send
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Hub, (self.endpoint, self._token, self.offline)
+        try:
+            with _forks.wait():
+                token: str | None = get_token_to_send(self._token)
+        except LocalTokenNotFoundError:
+            raise FetchError(
+                "the token True stands for the one of this machine, which has none. Set HF_TOKEN, or log in with "
+                "`hf auth login`."
+            ) from None
+        if token is not None and re.fullmatch(r"[!-~]*", token) is None:  # the error of a request would show it
+            raise FetchError(
+                f"the token for {self.endpoint} contains spaces, line breaks or other characters that no token has. "
+                "Check HF_TOKEN or storage_options."
+            )
+        return token
 
 
-def _is_yes(variable: str) -> bool:
-    return os.environ.get(variable, "").lower() in _YES
+class _Forks:
+    """Forks wait until no request is under way, and requests until no fork is.
+
+    huggingface_hub closes its connections in a forked process. That waits forever if a thread of the parent was sending
+    a request, because its lock is copied without it: with 8 busy threads, in a quarter of all forks.
+    """
+
+    def __init__(self) -> None:
+        self._changed, self._requests, self._forks = threading.Condition(), 0, 0
+
+    @contextmanager
+    def wait(self) -> Iterator[None]:
+        with self._changed:
+            self._changed.wait_for(lambda: not self._forks)
+            self._requests += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._requests -= 1
+                self._changed.notify_all()
+
+    def begin(self) -> None:
+        self._changed.acquire()
+        self._forks += 1
+        self._changed.wait_for(lambda: not self._requests, TIMEOUT)
+
+    def end(self) -> None:
+        self._forks -= 1
+        self._changed.notify_all()
+        self._changed.release()
 
 
+_forks = _Forks()
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(before=_forks.begin, after_in_parent=_forks.end, after_in_child=_forks.__init__)  # type: ignore[misc]
 _busy: dict[tuple[str, bool], float] = {}
 """Time until which an endpoint accepts no requests of a kind."""
 
 
-def _check_load(server: str, answer: Answer, limited: tuple[str, bool] | None) -> None:
-    if answer.status not in (408, 429) and answer.status < 500:
+def _check_load(server: str, answer: Any, limited: tuple[str, bool] | None) -> None:
+    if answer.status_code not in (408, 429) and answer.status_code < 500:
         return
     seconds = requested_wait(answer.headers)
     if seconds and limited is not None:
         _busy[limited] = time.monotonic() + seconds
-    raise ThrottledError(f"{server} answered HTTP status {answer.status}", seconds)
+    raise ThrottledError(f"{server} answered HTTP status {answer.status_code}", seconds)
 
 
-_token_lock = threading.Lock()
-
-
-def _renew_lock() -> None:
-    global _token_lock
-    _token_lock = threading.Lock()  # a fork inherits it locked, by a thread that it does not have
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_renew_lock)
-
-
-def machine_token() -> str | None:
-    """Return the token of this machine: of the environment, or of ``hf auth login``."""
-    given = os.environ.get("HF_TOKEN") or os.environ.get("HUGGING_FACE_HUB_TOKEN")
-    renewed = os.environ.get("HF_OIDC_RESOURCE") or "google.colab" in sys.modules
-    if given and not renewed:
-        return given.strip() or None
-    home = os.environ.get("HF_HOME") or os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "huggingface")
-    file = Path(os.path.expandvars(os.environ.get("HF_TOKEN_PATH") or os.path.join(home, "token"))).expanduser()
+def origin_of(url: str, base: str = "") -> tuple[str, str, int]:
+    """Return scheme, host and port of an address. Raise ConnectionError if it has no valid ones."""
     try:
-        saved = file.read_text().strip()
-        stored = file.with_name("stored_tokens")
-        renewed = renewed or (stored.is_file() and "refresh_token" in stored.read_text())
-    except (OSError, UnicodeDecodeError):
-        saved = ""
-    if renewed:  # a token that expires: huggingface_hub knows how to renew it
-        try:
-            from huggingface_hub import get_token
-        except ImportError:
-            return given or saved or None
-        with _token_lock:
-            return get_token()
-    return saved or None
+        parts = urlsplit(urljoin(base, url))
+        port = parts.port or {"http": 80, "https": 443}[parts.scheme]
+    except (ValueError, KeyError):
+        port = 0
+    if not port or not parts.hostname:
+        raise ConnectionError(_INVALID)
+    return parts.scheme, parts.hostname.lower(), port
 
 
-def _file(entry: Mapping[str, Any]) -> Entry:
+def _file(entry: Any) -> Entry:
     """Return a file of a listing. Its ETag is the hash of its contents."""
     stored = entry.get("lfs") or {}
     return Entry(entry["path"], int(stored.get("size", entry["size"])), 0, str(stored.get("oid") or entry["oid"]))
-
-
-def _plain(etag: str) -> str:
-    return etag.removeprefix("W/").strip('"')
-
-
-def _parsed(answer: Answer) -> Any:
-    try:
-        return json.loads(answer.body)
-    except ValueError:
-        raise ConnectionError("the answer of the server is not JSON") from None

@@ -2,31 +2,50 @@
 
 A revision becomes a commit when the files are listed. From then on, everything is read at that commit, also by worker
 processes: a push to the repository never mixes two versions.
+
+Commits and listings are saved, so that one process of a machine asks for them. A revision is looked up again after 30
+seconds: processes that open a dataset together ask once, and get the same commit. The listing of a commit never
+changes.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
+import math
 import os
 import re
 import threading
+import time
 from collections import OrderedDict
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
 
 from midepoch._internal.address import Address
-from midepoch.errors import DataChangedError
-from midepoch.sources.http_client import Answer, is_web_address
-from midepoch.sources.hub_address import HubPath, parse_hub_path
-from midepoch.sources.hub_api import DEFAULT_ENDPOINT, Hub
-from midepoch.sources.hub_listings import FRESH_SECONDS, Persist, commit_of, files_below, saved_commit
+from midepoch.errors import DataChangedError, FetchError
+from midepoch.sources.hub_api import DEFAULT_ENDPOINT, Hub, HubPath, origin_of, parse_hub_path
+from midepoch.sources.index import default_index_dir
 from midepoch.sources.open_files import Entry, RangeFile
+from midepoch.sources.storage import atomic_write, locked
+
+T = TypeVar("T")
+Persist = Callable[[Callable[[], T]], T]
+"""Function that runs an action, and retries it."""
 
 _log = logging.getLogger("midepoch")
+FRESH_SECONDS = 30.0
 _OPTIONS = ("token", "endpoint")
 _REDIRECTS_KEPT = 4096
 _HASH = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 _RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+|\*)")
+_VERSION = 1
+_COLUMNS = ("path", "size", "etag")
+_LISTINGS_KEPT = 3
+"""Listings of other commits of the same folder that are kept."""
 
 
 class HubFiles:
@@ -51,7 +70,12 @@ class HubFiles:
         if token is not None and not isinstance(token, (str, bool)):
             raise ValueError(f"the token must be a str, True, False or None, got a {type(token).__name__}")
         endpoint = str(options.get("endpoint") or os.environ.get("HF_ENDPOINT") or DEFAULT_ENDPOINT)
-        if not is_web_address(endpoint) or "@" in endpoint:
+        try:
+            origin_of(endpoint)
+            valid = "@" not in endpoint
+        except ConnectionError:
+            valid = False
+        if not valid:
             shown = Address(endpoint if "://" in endpoint else f"https://{endpoint}")
             raise ValueError(f"the endpoint must be like {DEFAULT_ENDPOINT}, without a user, got {shown}")
         return cls(Hub(endpoint, token))
@@ -94,11 +118,11 @@ class HubFiles:
         if listed is None:
             revision = at.repo, at.revision
             if revision not in self._commits:
-                found = commit_of(self._hub, at, persist, fresh_seconds=self._fresh_seconds)
-                self._commits[revision] = found.commit
-                if found.before:
-                    self._before.append(f"hf://datasets/{at.repo}@{found.before}")
-                _log.info("hf://%s is read at commit %s", at.root, found.commit)
+                commit, before = commit_of(self._hub, at, persist, fresh_seconds=self._fresh_seconds)
+                self._commits[revision] = commit
+                if before:
+                    self._before.append(f"hf://datasets/{at.repo}@{before}")
+                _log.info("hf://%s is read at commit %s", at.root, commit)
             commit = self._commits[revision]
             listed = self._listings[key] = files_below(self._hub, at, commit, persist, recursive=recursive)
         return listed
@@ -110,7 +134,8 @@ class HubFiles:
         self._listings.clear()  # once files are read, they only take memory
         self._named = None
         if revision not in self._commits:  # of an index that is trusted without a listing
-            self._commits[revision] = saved_commit(self._hub, at) or self._hub.commit(at)
+            saved = at.revision if at.is_pinned else _loaded(_lookup(self._hub, at)).get("commit")
+            self._commits[revision] = saved or self._hub.commit(at)
         commit = self._commits[revision]
         return RangeFile(file.size, lambda start, stop: self._read(file, at, commit, start, stop))
 
@@ -119,28 +144,31 @@ class HubFiles:
         url = self._redirects.get(key)
         if url is not None:
             answer = self._hub.read_elsewhere(url, part)
-            if answer.status in (200, 206):
+            if answer.status_code in (200, 206):
                 return _contents(answer, file, start, stop)
         with _resolving[hash(key) % len(_resolving)]:  # threads that read one file ask for its address once
             other = self._redirects.get(key)
             if other is None or other == url:  # there is none, or it was refused: signed addresses expire
                 found = self._hub.read(at, commit, part)
-                if isinstance(found, Answer):
-                    _check_etag(file, found.headers.get("etag", "").removeprefix("W/").strip('"'))
+                elsewhere = found.next_request
+                _check_etag(file, found.headers.get("etag" if elsewhere is None else "x-linked-etag", ""))
+                if elsewhere is None:
                     return _contents(found, file, start, stop)
-                _check_etag(file, found.etag)
-                self._redirects[key] = other = found.url
+                self._redirects[key] = other = str(elsewhere.url)
                 while len(self._redirects) > _REDIRECTS_KEPT:
                     self._redirects.popitem(last=False)
         return _contents(self._hub.read_elsewhere(other, part), file, start, stop)
 
 
 _resolving: list[threading.Lock] = []
+_listing_lock = threading.RLock()  # lock files do not exclude threads
 
 
 def _make_locks() -> None:
     """Create the locks, and again in a forked process, which has no copy of the threads that hold them."""
+    global _listing_lock
     _resolving[:] = [threading.Lock() for _ in range(64)]
+    _listing_lock = threading.RLock()
 
 
 _make_locks()
@@ -149,6 +177,7 @@ if hasattr(os, "register_at_fork"):
 
 
 def _check_etag(file: Entry, etag: str) -> None:
+    etag = etag.removeprefix("W/").strip('"')
     comparable = len(etag) == len(file.etag)  # servers may name the hash of a pointer instead of that of the contents
     if comparable and _HASH.fullmatch(etag) and etag != file.etag:
         raise DataChangedError(
@@ -158,18 +187,18 @@ def _check_etag(file: Entry, etag: str) -> None:
         )
 
 
-def _contents(answer: Answer, file: Entry, start: int, stop: int) -> bytes:
+def _contents(answer: Any, file: Entry, start: int, stop: int) -> bytes:
     """Return the requested bytes of an answer. Raise ConnectionError if the server sent others."""
-    if answer.status == 200:  # a server that ignores ranges
-        whole, body = len(answer.body), answer.body[start:stop]
+    if answer.status_code == 200:  # a server that ignores ranges
+        whole, body = len(answer.content), answer.content[start:stop]
         if whole != file.size and "text/html" in answer.headers.get("content-type", "").lower():
             raise ConnectionError("a web page was received in place of the file, as from the login page of a network")
         if whole < file.size and "content-length" not in answer.headers:  # possibly truncated
             raise ConnectionError(f"{whole} of {file.size} bytes were received, without a Content-Length")
-    elif answer.status == 206 and (part := _RANGE.fullmatch(answer.headers.get("content-range", ""))):
-        whole, body = file.size if part[3] == "*" else int(part[3]), answer.body if int(part[1]) == start else b""
+    elif answer.status_code == 206 and (part := _RANGE.fullmatch(answer.headers.get("content-range", ""))):
+        whole, body = file.size if part[3] == "*" else int(part[3]), answer.content if int(part[1]) == start else b""
     else:
-        raise ConnectionError(f"the server of the files answered HTTP status {answer.status}")
+        raise ConnectionError(f"the server of the files answered HTTP status {answer.status_code}")
     if whole != file.size:
         raise DataChangedError(
             f"hf://{file.path} has {whole} bytes and had {file.size} when it was indexed. Open the dataset again with "
@@ -177,4 +206,89 @@ def _contents(answer: Answer, file: Entry, start: int, stop: int) -> bytes:
         )
     if len(body) != stop - start:
         raise ConnectionError(f"fewer than the {stop - start} bytes requested from byte {start} on were received")
-    return body
+    return bytes(body)
+
+
+def commit_of(hub: Hub, of: HubPath, persist: Persist[str], *, fresh_seconds: float) -> tuple[str, str]:
+    """Return the commit of a revision, as looked up by this machine within the last seconds, and the commit that it saw
+    before. Empty if there was none.
+    """
+    path, started = _lookup(hub, of), time.time()
+    seconds = math.inf if hub.offline and fresh_seconds else fresh_seconds
+    if of.is_pinned:
+        return of.revision, ""
+    if (saved := _loaded(path)) and started - seconds < saved["checked"] <= started:
+        return saved["commit"], saved["before"]
+    with _listing_lock, locked(path, f"the commit of hf://{of.root}") as slot:
+        saved, now = _loaded(path), time.time()
+        if saved and min(started, now - seconds) <= saved["checked"] <= now:  # by another process, meanwhile
+            return saved["commit"], saved["before"]
+        commit = persist(partial(hub.commit, of))
+        before = saved.get("before" if saved.get("commit") == commit else "commit", "")
+        contents = {"commit": commit, "before": before, "checked": time.time()}
+        slot.keep(lambda: atomic_write(path, _dumped(contents)))
+    return commit, before
+
+
+def _lookup(hub: Hub, of: HubPath) -> Path:
+    return _path("revision", hub.endpoint, of.repo, of.revision)
+
+
+def files_below(hub: Hub, of: HubPath, commit: str, persist: Persist[Any], *, recursive: bool) -> list[Entry]:
+    """Return the files below a folder at a commit: saved, or listed by one process of this machine."""
+    path = _path("listing", hub.endpoint, of.repo, of.path, str(recursive), commit=commit)
+    if (saved := _listing(path, of)) is not None:
+        return saved
+    with _listing_lock, locked(path, f"the listing of hf://{of.root}") as slot:
+        if (saved := _listing(path, of)) is not None:
+            return saved
+        found: list[Entry] = []
+        url, seen = hub.first_page(of, commit, recursive), set[str]()
+        while url:
+            if url in seen:
+                raise FetchError(
+                    f"{hub.endpoint} lists hf://{of.root} without end: a page names an earlier one. "
+                    "Check for a proxy that drops or caches queries."
+                )
+            seen.add(url)
+            files, url = persist(partial(hub.page, of._replace(revision=commit), url))  # a failure repeats one page
+            found += files
+        below = [file for file in found if not of.path or file.path.startswith(f"{of.path}/")]
+        about = {"repo": of.repo, "folder": of.path, "commit": commit}
+        columns = {name: [getattr(file, name) for file in below] for name in _COLUMNS}
+        slot.keep(lambda: _save(path, {**about, **columns}))
+    return [file._replace(path=f"{of.root}/{file.path}") for file in below]
+
+
+def _path(kind: str, *parts: str, commit: str = "") -> Path:
+    digest = hashlib.blake2b("\0".join(parts).encode(), digest_size=16).hexdigest()
+    return default_index_dir() / "hub" / f"{digest}{commit and '-' + commit}.{kind}.json"
+
+
+def _listing(path: Path, of: HubPath) -> list[Entry] | None:
+    saved, root = _loaded(path), of.root
+    try:
+        columns = zip(*(saved[name] for name in _COLUMNS), strict=True)
+        return [Entry(f"{root}/{file}", size, 0, etag) for file, size, etag in columns]
+    except (KeyError, TypeError, ValueError):
+        return None
+
+
+def _save(path: Path, columns: dict[str, Any]) -> None:
+    atomic_write(path, _dumped(columns))
+    with suppress(OSError):
+        others = [each for each in path.parent.glob(f"{path.name.partition('-')[0]}-*") if each != path]
+        for old in sorted(others, key=lambda each: each.stat().st_mtime, reverse=True)[_LISTINGS_KEPT:]:
+            old.unlink(missing_ok=True)
+
+
+def _loaded(path: Path) -> dict[str, Any]:
+    try:
+        saved = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return saved if isinstance(saved, dict) and saved.get("version") == _VERSION else {}
+
+
+def _dumped(contents: dict[str, Any]) -> bytes:
+    return json.dumps({"version": _VERSION, **contents}, separators=(",", ":")).encode()
