@@ -6,9 +6,9 @@ step_100/TOKEN/…              the files of one attempt
 .removals/step_100.TOKEN      the process that removes the step
 .ranks/…                      notes between ranks
 
-The client is obstore. Objects appear complete or not at all, and a listing shows everything written before it. obstore retries transient
-faults. (pyarrow, which reads the data, does not work here: it writes an empty object where the last one of a "folder"
-was removed, which some servers take for a file in place of the folder.)
+The client is obstore. Objects appear complete or not at all, and a listing shows everything written before it. obstore
+retries transient faults. (pyarrow, which reads the data, does not work here: it writes an empty object where the last
+one of a "folder" was removed, which some servers take for a file in place of the folder.)
 
 Errors of obstore are replaced: errors raised here have their text without credentials, and no chained exception.
 """
