@@ -37,7 +37,7 @@ import midepoch
 from midepoch import PipelineCheckpoint
 from midepoch.errors import CheckpointMismatchError, MidepochError
 from midepoch.sources.hub import HubRequest
-from midepoch.sources.stores import Retry
+from midepoch.storage.stores import Retry
 from midepoch.tools.describe import describe
 from midepoch.tools.plan import plan_resume
 from midepoch.tools.report import collect

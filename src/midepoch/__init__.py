@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from midepoch.open.tables import from_delta, from_iceberg, from_lance
     from midepoch.open.tokens import from_megatron, from_tokens
     from midepoch.order.schedule import Phase, Schedule
-    from midepoch.sources.stores import Retry
+    from midepoch.storage.stores import Retry
 
 # Names are imported when first used: `import midepoch` takes 1 ms instead of the 150 ms of numpy and pyarrow.
 _WHERE = {
@@ -60,7 +60,7 @@ _WHERE = {
     "Loader": "midepoch.loader",
     "Phase": "midepoch.order.schedule",
     "PipelineCheckpoint": "midepoch.checkpoint",
-    "Retry": "midepoch.sources.stores",
+    "Retry": "midepoch.storage.stores",
     "Schedule": "midepoch.order.schedule",
     "StructuredDataset": "midepoch.compat.structured",
     "concat": "midepoch.dataset.combine",

@@ -257,7 +257,7 @@ def test_a_shortage_of_the_machine_is_not_damage(tmp_path: Path, monkeypatch: py
         return real(*arguments)
 
     monkeypatch.setattr(pa, "memory_map", short)
-    monkeypatch.setattr("midepoch.sources.damage.PAUSES", (0.0, 0.0))
+    monkeypatch.setattr("midepoch.storage.damage.PAUSES", (0.0, 0.0))
     assert reader.read(np.array([7, 3, 51])).batch.column("id").to_pylist() == [7, 3, 51]
     failures[0] = 100
     with pytest.raises(OSError, match="Too many open files"):

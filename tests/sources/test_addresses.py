@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 import midepoch
 from midepoch.checkpoint.remote import Objects
 from midepoch.errors import DataNotFoundError
-from midepoch.sources.addresses import resolve
-from midepoch.sources.stores import Retry
+from midepoch.storage.addresses import resolve
+from midepoch.storage.stores import Retry
 from s3 import Server, storage_options
 from web import WebServer
 

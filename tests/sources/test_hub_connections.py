@@ -21,7 +21,7 @@ import midepoch
 from forks import forked
 from hub import use_settings
 from midepoch.errors import MidepochError
-from midepoch.sources.hub_api import Hub, origin_of
+from midepoch.storage.hub_api import Hub, origin_of
 
 Answerer = Callable[[BaseHTTPRequestHandler], None]
 

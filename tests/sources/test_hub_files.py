@@ -23,10 +23,10 @@ import pytest
 import midepoch
 from hub import Files, HubServer, _CdnHandler, use_settings
 from midepoch.errors import CheckpointMismatchError, DataChangedError, DataNotFoundError, FetchError, FormatError
-from midepoch.sources.addresses import resolve
-from midepoch.sources.hub_api import parse_hub_path
 from midepoch.sources.listing import nearest
-from midepoch.sources.stores import Retry
+from midepoch.storage.addresses import resolve
+from midepoch.storage.hub_api import parse_hub_path
+from midepoch.storage.stores import Retry
 from midepoch.testing import assert_resumes_exactly
 from tar_files import samples, write_tar
 
@@ -63,7 +63,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
 
 @pytest.fixture
 def no_jitter(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("midepoch.sources.stores.random.uniform", lambda low, high: low)
+    monkeypatch.setattr("midepoch.storage.stores.random.uniform", lambda low, high: low)
 
 
 def ids(ds: midepoch.Dataset) -> list[int]:
@@ -78,7 +78,7 @@ def reopened(
     hub: HubServer, monkeypatch: pytest.MonkeyPatch, address: str = GLOB, **arguments: Any
 ) -> midepoch.Dataset:
     """Open the dataset as a process does that starts later."""
-    monkeypatch.setattr("midepoch.sources.hub_files.FRESH_SECONDS", 0.0)
+    monkeypatch.setattr("midepoch.storage.hub_files.FRESH_SECONDS", 0.0)
     return midepoch.from_files(address, **arguments)
 
 
@@ -283,7 +283,7 @@ def test_offline_uses_what_was_read_before(hub: HubServer, tmp_path: Path, monke
     ids(midepoch.from_files(GLOB, cache_dir=tmp_path / "blocks"))
     asked = hub.requests.total()
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    monkeypatch.setattr("midepoch.sources.hub_files.time.time", lambda: 1e10)
+    monkeypatch.setattr("midepoch.storage.hub_files.time.time", lambda: 1e10)
     assert ids(midepoch.from_files(GLOB, cache_dir=tmp_path / "blocks")) == list(range(SHARDS * ROWS))
     assert hub.requests.total() == asked
     with pytest.raises(FetchError, match="HF_HUB_OFFLINE is set"):
@@ -527,7 +527,7 @@ def test_other_web_servers_are_waited_for_too(
 ) -> None:
     pytest.importorskip("aiohttp")
     hub.lfs_from = 1 << 30
-    monkeypatch.setattr("midepoch.sources.stores.random.uniform", lambda low, high: low)
+    monkeypatch.setattr("midepoch.storage.stores.random.uniform", lambda low, high: low)
     hub.fail("resolve", 503, retry_after="0.4", after=4)
     name = "data/train-00001-of-00004.parquet"
     assert ids(midepoch.from_files(f"{hub.endpoint}/datasets/org/name/resolve/main/{name}")) == list(range(30, 60))

@@ -454,7 +454,7 @@ def test_files_without_a_suffix(tmp_path: Path) -> None:
 
 
 def test_a_second_open_reads_no_data_file(lake: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from midepoch.sources.stores import Store
+    from midepoch.storage.stores import Store
 
     midepoch.from_files(lake)
     monkeypatch.setattr(Store, "open", lambda *_: pytest.fail("a data file was opened"))

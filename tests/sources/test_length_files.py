@@ -25,7 +25,7 @@ from midepoch.errors import DataChangedError, FormatError
 from midepoch.sources import Source, lengths
 from midepoch.sources import lengths as lengths_module
 from midepoch.sources.lengths import lengths_of
-from midepoch.sources.storage import _warned
+from midepoch.storage.cache_files import _warned
 from row_lengths import VALUES, everything, expected, sidecars, source_of
 from s3 import Server, storage_options
 

@@ -21,9 +21,9 @@ import midepoch
 from data import write_arrow
 from midepoch.read import cache
 from midepoch.read.cache import BlockCache
-from midepoch.sources import storage
 from midepoch.sources.source import CacheSpec
-from midepoch.sources.storage import LockFile, locked
+from midepoch.storage import cache_files
+from midepoch.storage.cache_files import LockFile, locked
 
 ROWS = 500
 HOLDERS = {
@@ -49,7 +49,7 @@ with made._held(1, wait=True):
 """,
     "lock": """
 from pathlib import Path
-from midepoch.sources.storage import LockFile
+from midepoch.storage.cache_files import LockFile
 lock = LockFile(Path(folder) / "lock")
 lock.acquire(5, "it", wait=True)
 pause()
@@ -58,8 +58,8 @@ pause()
 START = """
 import sys
 import midepoch
-from midepoch.sources import storage
-storage._BEAT_SECONDS = 0.02
+from midepoch.storage import cache_files
+cache_files._BEAT_SECONDS = 0.02
 _, path, folder = sys.argv
 paused = []
 def pause(*_):
@@ -74,8 +74,8 @@ Held = Callable[[str], "subprocess.Popen[str]"]
 
 @pytest.fixture
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(storage, "NOTICE_SECONDS", 0.1)
-    monkeypatch.setattr(storage, "LIMIT_SECONDS", 0.4)
+    monkeypatch.setattr(cache_files, "NOTICE_SECONDS", 0.1)
+    monkeypatch.setattr(cache_files, "LIMIT_SECONDS", 0.4)
     monkeypatch.setattr(cache, "_PATIENCE", 0.4)
 
 
@@ -171,7 +171,7 @@ def test_a_builder_that_lives_is_waited_for_however_long_it_takes(
 ) -> None:
     holder = held("parquet")
     clock = Beats(tmp_path / "cache")
-    monkeypatch.setattr(storage, "time", clock)
+    monkeypatch.setattr(cache_files, "time", clock)
     opened: list[midepoch.Dataset] = []
     waiting = threading.Thread(
         target=lambda: opened.append(midepoch.from_files(data["parquet"], index_dir=tmp_path / "cache"))
@@ -221,7 +221,7 @@ def test_a_process_that_ends_leaves_no_lock(short: None, held: Held, tmp_path: P
 def test_a_lock_is_not_inherited_by_a_forked_child(tmp_path: Path) -> None:
     """A pool of ``datasets`` outlives a killed parent: what it inherited must not block the next run."""
     code = (
-        "import os, sys, time; from pathlib import Path; from midepoch.sources.storage import locked\n"
+        "import os, sys, time; from pathlib import Path; from midepoch.storage.cache_files import locked\n"
         "with locked(Path(sys.argv[1]), 'it'):\n"
         "    if os.fork() == 0: time.sleep(600); os._exit(0)\n"
         "    print('held', flush=True); time.sleep(600)\n"
@@ -238,7 +238,7 @@ def test_a_lock_is_not_inherited_by_a_forked_child(tmp_path: Path) -> None:
     process.send_signal(signal.SIGKILL)
     process.wait()
     try:
-        waiter = "import sys; from pathlib import Path; from midepoch.sources.storage import locked\n"
+        waiter = "import sys; from pathlib import Path; from midepoch.storage.cache_files import locked\n"
         waiter += "with locked(Path(sys.argv[1]), 'it'): print('free')"
         done = subprocess.run(
             [sys.executable, "-c", waiter, str(target)], capture_output=True, text=True, timeout=120, check=True

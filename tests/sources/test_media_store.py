@@ -16,7 +16,7 @@ import midepoch
 from media_files import raw, write
 from midepoch.errors import DataChangedError, DataNotFoundError
 from midepoch.sources import media_rows
-from midepoch.sources.stores import Retry
+from midepoch.storage.stores import Retry
 from midepoch.testing import assert_resumes_exactly
 from proxy import Fault, Proxy, reads
 from s3 import Server, storage_options

@@ -23,7 +23,7 @@ import pytest
 
 import midepoch
 from midepoch.errors import DataChangedError, DataNotFoundError, FetchError, MidepochError
-from midepoch.sources.stores import Retry
+from midepoch.storage.stores import Retry
 from proxy import Fault, Proxy, reads
 from s3 import KEY, SECRET, Server, rclone, storage_options
 

@@ -20,9 +20,9 @@ import midepoch
 from data import write_arrow
 from midepoch.errors import DataNotFoundError, FormatError
 from midepoch.sources import listing, seals
-from midepoch.sources.addresses import resolve
 from midepoch.sources.files import find_files
 from midepoch.sources.lake import Request
+from midepoch.storage.addresses import resolve
 from shard_files import write_litdata, write_mds
 from token_files import write_megatron
 

@@ -34,8 +34,8 @@ from midepoch.errors import (
     MapError,
     MidepochError,
 )
-from midepoch.sources.damage import is_damage
-from midepoch.sources.stores import Store
+from midepoch.storage.damage import is_damage
+from midepoch.storage.stores import Store
 from midepoch.testing import assert_resumes_exactly
 
 
@@ -174,7 +174,7 @@ def test_a_file_that_must_not_be_read_is_not_skipped(kind: str, tmp_path: Path) 
 def test_a_local_file_is_tried_again_and_then_the_error_is_what_it_is(
     number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("midepoch.sources.stores.PAUSES", (0.0, 0.0))
+    monkeypatch.setattr("midepoch.storage.stores.PAUSES", (0.0, 0.0))
     store, failures = Store(pa.fs.LocalFileSystem()), [2]
 
     def action() -> str:

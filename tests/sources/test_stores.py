@@ -4,7 +4,7 @@ import pyarrow.fs as fs
 import pytest
 
 from midepoch.errors import FetchError
-from midepoch.sources.stores import Retry, Store
+from midepoch.storage.stores import Retry, Store
 
 
 def attempts_at(text: str, path: str = "bucket/a.parquet") -> int:

@@ -7,8 +7,8 @@ from email.utils import format_datetime, formatdate
 import pytest
 
 from midepoch.errors import FetchError
-from midepoch.sources.stores import Retry, Store
-from midepoch.sources.throttling import ThrottledError, requested_wait, retry_after
+from midepoch.storage.stores import Retry, Store
+from midepoch.storage.throttling import ThrottledError, requested_wait, retry_after
 
 
 @pytest.mark.parametrize(
@@ -60,7 +60,7 @@ def test_a_wait_longer_than_the_budget_is_an_error_that_says_so(monkeypatch: pyt
 
     store = Store(fs.SubTreeFileSystem("/", fs.LocalFileSystem()), retry=Retry(budget=60))
     waits: list[float] = []
-    monkeypatch.setattr("midepoch.sources.stores.time.sleep", waits.append)
+    monkeypatch.setattr("midepoch.storage.stores.time.sleep", waits.append)
     problems = iter([ThrottledError("HTTP status 503", 2.0), ThrottledError("HTTP status 429", 300.0)])
 
     def ask() -> None:

@@ -29,7 +29,6 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from midepoch._internal.address import Address, refuse_lost_slash
 from midepoch._internal.hints import hinted_methods
 from midepoch._internal.processes import silent_at_exit
 from midepoch.audit.documents import DocumentRecorder, mapped_room
@@ -57,6 +56,7 @@ from midepoch.pipeline.planned import Planning
 from midepoch.pipeline.plans import UNKNOWN
 from midepoch.pipeline.reach import start
 from midepoch.pipeline.spec import PipelineSpec
+from midepoch.storage.address import Address, refuse_lost_slash
 
 _MOST_FILES = 16
 """Maximum number of files searched for the previous process of this rank."""

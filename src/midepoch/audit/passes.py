@@ -6,13 +6,13 @@ from collections import Counter, defaultdict
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from midepoch._internal.address import Address, is_address
 from midepoch.audit.documents import RecordedDocuments
 from midepoch.audit.lanes import LaneTrack
 from midepoch.audit.ledger import host_of
 from midepoch.audit.records import SUFFIX, LeaseRecord, Mark, Passed, Shape, read_passes, steps_in
 from midepoch.errors import DataNotFoundError
 from midepoch.pipeline.cursor import Cursor
+from midepoch.storage.address import Address, is_address
 
 _OTHER_CLOCK = 300.0
 """Seconds by which the clocks of two machines may differ."""

@@ -27,15 +27,15 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from midepoch._internal.address import Address
-from midepoch._internal.redaction import Secrets
 from midepoch._internal.values import reason
 from midepoch.checkpoint import manifest as manifests
 from midepoch.checkpoint.files import FileSource, file_checksums
 from midepoch.checkpoint.manifest import Manifest
 from midepoch.checkpoint.store import STALE, STEP, Board, Process, StepRemovedError
 from midepoch.errors import CheckpointDamagedError, CheckpointError, FetchError
-from midepoch.sources.addresses import check_endpoint, native_options
+from midepoch.storage.address import Address
+from midepoch.storage.addresses import check_endpoint, native_options
+from midepoch.storage.redaction import Secrets
 
 T = TypeVar("T")
 # The names that from_files accepts, which are pyarrow's; any other is passed to obstore unchanged.

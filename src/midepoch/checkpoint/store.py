@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 from urllib.parse import unquote
 
-from midepoch._internal.address import refuse_lost_slash
 from midepoch._internal.processes import machine, started
 from midepoch.checkpoint.files import FileSource, Sink
 from midepoch.checkpoint.manifest import Manifest
 from midepoch.errors import CheckpointError, CheckpointNotFoundError
+from midepoch.storage.address import refuse_lost_slash
 
 STEP = re.compile(r"step_(0|[1-9][0-9]{0,18})\Z")
 STALE = 24 * 3600.0

@@ -114,7 +114,7 @@ class _Commands(TyperGroup):  # type: ignore[misc]
             return super().invoke(context)
         except Exception as problem:
             if isinstance(getattr(problem, "message", None), str):  # typer's own errors, about the arguments
-                from midepoch._internal.redaction import Secrets
+                from midepoch.storage.redaction import Secrets
 
                 given = [argument.removeprefix("--storage=").partition("=") for argument in sys.argv[1:]]
                 secrets = Secrets.of({name: value for name, sign, value in given if sign})

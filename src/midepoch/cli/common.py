@@ -21,9 +21,9 @@ from rich.table import Table
 from rich.text import Text
 from typer.models import ArgumentInfo, OptionInfo, ParameterInfo
 
-from midepoch._internal.redaction import redacted
 from midepoch._internal.values import to_jsonable
 from midepoch.errors import MidepochError
+from midepoch.storage.redaction import redacted
 
 F = TypeVar("F", bound=Callable[..., Any])
 

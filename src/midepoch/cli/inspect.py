@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.table import Table
 
-from midepoch._internal.address import Address
 from midepoch.cli import common
 from midepoch.cli.data import Format, Made, Storage, data_of_state, made_by
 from midepoch.errors import CheckpointNotFoundError, StateError
+from midepoch.storage.address import Address
 
 if TYPE_CHECKING:
     from midepoch.tools.describe import Difference

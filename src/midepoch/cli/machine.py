@@ -76,7 +76,7 @@ def index(
 
     [bold]midepoch index 'data/*.arrow' --force[/]
     """
-    from midepoch.sources.index import default_index_dir
+    from midepoch.storage.cache_files import default_index_dir
 
     began = time.monotonic()
     options = {} if index_dir is None else {"index_dir": index_dir}

@@ -10,11 +10,11 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from midepoch._internal.address import Address
 from midepoch.cli import common
 from midepoch.cli.common import printable
 from midepoch.cli.data import Format, Made, Storage, data_of_state, is_path, made_by, open_data
 from midepoch.errors import DataNotFoundError
+from midepoch.storage.address import Address
 
 if TYPE_CHECKING:
     from midepoch.dataset import Dataset

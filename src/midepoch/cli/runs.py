@@ -281,7 +281,7 @@ def report(
 
     [bold]midepoch report 'data/*.parquet' --shuffle 42 --scope window --window 16 --label class[/]
     """
-    from midepoch.sources.storage import atomic_write
+    from midepoch.storage.cache_files import atomic_write
     from midepoch.tools.report import collect, render
 
     if not output.parent.is_dir():

@@ -8,10 +8,10 @@ import re
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from midepoch._internal.address import Address, is_address
 from midepoch.checkpoint import PipelineCheckpoint
 from midepoch.cli import common
 from midepoch.errors import CheckpointDamagedError, CheckpointNotFoundError, StateError
+from midepoch.storage.address import Address, is_address
 from midepoch.tools.locate import state_in
 
 _TRAINER = "midepoch.json"

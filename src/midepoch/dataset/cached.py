@@ -22,8 +22,7 @@ from midepoch.pipeline.leaf import Leaf
 from midepoch.pipeline.node import Mix, Node, Slice
 from midepoch.pipeline.spec import PipelineSpec
 from midepoch.sources import Source
-from midepoch.sources.index import default_index_dir
-from midepoch.sources.storage import LockFile, make_private, sweep
+from midepoch.storage.cache_files import LockFile, default_index_dir, make_private, sweep
 from midepoch.transforms.encode import Tokenize
 from midepoch.transforms.formats import ITEMS
 from midepoch.transforms.function import Function

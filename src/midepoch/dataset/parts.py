@@ -16,7 +16,7 @@ from midepoch._internal.progress import Progress
 from midepoch.errors import ColumnError, MidepochError
 from midepoch.sources import Source
 from midepoch.sources.index import open_index
-from midepoch.sources.storage import LockFile, atomic_write, temporary_path
+from midepoch.storage.cache_files import LockFile, atomic_write, temporary_path
 from midepoch.transforms.columns import common_type, converted
 
 ROWS = 1000

@@ -1,4 +1,4 @@
-"""What integrations share: states of all ranks, data-parallel ranks, passes of exactly one epoch, next-token labels."""
+"""Helpers of integrations: states of all ranks, data-parallel ranks, passes of one epoch, next-token labels."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary
 from midepoch.checkpoint import disk
 from midepoch.errors import CheckpointDamagedError, CheckpointNotFoundError, WorldError
 from midepoch.loader import Loader
-from midepoch.sources.storage import atomic_write
+from midepoch.storage.cache_files import atomic_write
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -18,8 +18,7 @@ from midepoch.order import Order, Selection
 from midepoch.pipeline.leaf import Leaf
 from midepoch.pipeline.spec import PipelineSpec
 from midepoch.sources import Source
-from midepoch.sources.index import default_index_dir
-from midepoch.sources.storage import LockFile, make_private, sweep, temporary_path
+from midepoch.storage.cache_files import LockFile, default_index_dir, make_private, sweep, temporary_path
 
 try:
     import fcntl

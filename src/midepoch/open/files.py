@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from midepoch._internal.address import Address, is_address
 from midepoch._internal.hints import hinted
 from midepoch._internal.progress import shown
 from midepoch.dataset import Dataset, habits
@@ -19,16 +18,18 @@ from midepoch.order import Order, Selection
 from midepoch.pipeline.leaf import Leaf
 from midepoch.pipeline.spec import PipelineSpec
 from midepoch.sources import Access, CacheSpec, Source
-from midepoch.sources.addresses import check_utf8, resolve
 from midepoch.sources.files import DataFiles, PathLike, check_path, find_files, paths_of
 from midepoch.sources.filters import Filter, parse_filter
 from midepoch.sources.hub import HubRequest, arrow_files
-from midepoch.sources.index import MAPPED, EncodedError, Index, default_index_dir, open_index, warn_of_skipped
+from midepoch.sources.index import MAPPED, EncodedError, Index, open_index, warn_of_skipped
 from midepoch.sources.lake import Request, can_be_mapped, open_lake
 from midepoch.sources.names import check_format, format_of, with_delimiter
 from midepoch.sources.seals import Seal
 from midepoch.sources.splits import SplitPart, check_splits, expand_all, parse_split, saved_files, saved_splits
-from midepoch.sources.stores import Retry, Store
+from midepoch.storage.address import Address, is_address
+from midepoch.storage.addresses import check_utf8, resolve
+from midepoch.storage.cache_files import default_index_dir
+from midepoch.storage.stores import Retry, Store
 
 DEFAULT_CACHE_BYTES = 4 << 30
 _log = logging.getLogger("midepoch")

@@ -15,10 +15,8 @@ from midepoch.dataset import Dataset, habits
 from midepoch.distributed.keyvalue import Counters
 from midepoch.distributed.rendezvous import first_value
 from midepoch.open.files import DEFAULT_CACHE_BYTES, Opening
-from midepoch.sources.addresses import resolve
 from midepoch.sources.files import PathLike, check_path
 from midepoch.sources.filters import parse_filter
-from midepoch.sources.stores import Retry
 from midepoch.sources.tables import delta, iceberg, lance
 from midepoch.sources.tables.opening import (
     TableRequest,
@@ -28,6 +26,8 @@ from midepoch.sources.tables.opening import (
     reader_options,
     store_options,
 )
+from midepoch.storage.addresses import resolve
+from midepoch.storage.stores import Retry
 
 T = TypeVar("T", delta.DeltaTableAt, lance.LanceTableAt)
 V = TypeVar("V")

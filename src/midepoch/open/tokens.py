@@ -15,15 +15,15 @@ from midepoch.dataset import Dataset, habits
 from midepoch.dataset.combine import mix
 from midepoch.errors import DataNotFoundError
 from midepoch.open.files import DEFAULT_CACHE_BYTES, Opening, from_files
-from midepoch.sources.addresses import resolve
 from midepoch.sources.files import DataFiles, PathLike, expand, paths_of
 from midepoch.sources.formats.tokens import DTYPES, MOST_TOKENS
 from midepoch.sources.index import Index
 from midepoch.sources.lake import Request, open_lake
 from midepoch.sources.manifests import is_litdata, refuse_chunks
-from midepoch.sources.open_files import Entry
 from midepoch.sources.seals import Seal
-from midepoch.sources.stores import Retry, Store
+from midepoch.storage.addresses import resolve
+from midepoch.storage.open_files import Entry
+from midepoch.storage.stores import Retry, Store
 
 _PARALLEL = 16
 

@@ -21,11 +21,11 @@ from midepoch.read.cache import bytes_of
 from midepoch.read.memory import HeldBuffers, Memory
 from midepoch.sources import Source
 from midepoch.sources.arrow_ipc import BatchReader
-from midepoch.sources.damage import changed, is_damage, removed, retried
 from midepoch.sources.dictionaries import holds_dictionary, plain_array
 from midepoch.sources.dictionaries import plain_schema as plain_schema
 from midepoch.sources.index import IndexedFile
 from midepoch.sources.source import fingerprint_of, in_place, view
+from midepoch.storage.damage import changed, is_damage, removed, retried
 
 HEAP_BYTES = 256 << 20
 """Bytes of decoded (compressed or dictionary-encoded) blocks that one process keeps."""

@@ -30,9 +30,9 @@ from pathlib import Path
 import pyarrow as pa
 
 from midepoch.errors import CorruptBlockError, DataChangedError, FormatError
-from midepoch.sources.damage import retried
 from midepoch.sources.source import CacheSpec
-from midepoch.sources.storage import LockFile, check_owner, is_network, make_private, sweep, temporary_path
+from midepoch.storage.cache_files import LockFile, check_owner, is_network, make_private, sweep, temporary_path
+from midepoch.storage.damage import retried
 
 _MAGIC = b"MEBLOCK2"
 _HEADER = struct.Struct("<8s16sqqI")  # magic, identity, rows, bytes of the rest, their CRC-32

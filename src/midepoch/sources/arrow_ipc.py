@@ -38,8 +38,8 @@ from midepoch.sources.arrow_messages import (
     read_footer,
     whole_message,
 )
-from midepoch.sources.damage import DamageError, unreadable
 from midepoch.sources.fingerprints import sample_buffers
+from midepoch.storage.damage import DamageError, unreadable
 
 _log = logging.getLogger("midepoch")
 _FEATHER_V1 = b"FEA1"

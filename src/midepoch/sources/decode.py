@@ -8,10 +8,10 @@ from typing import Any
 import pyarrow as pa
 
 from midepoch.errors import CorruptBlockError
-from midepoch.sources.damage import is_damage, refusal
 from midepoch.sources.formats import Block, Format
 from midepoch.sources.partitions import Values
-from midepoch.sources.stores import Store
+from midepoch.storage.damage import is_damage, refusal
+from midepoch.storage.stores import Store
 
 
 def partition_expression(values: Values) -> Any:

@@ -9,11 +9,9 @@ from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any
 
-from midepoch._internal.address import refuse_lost_slash
 from midepoch._internal.hints import OPEN_ALREADY, is_array, is_dataset, name_of, opener_of
 from midepoch.errors import DataNotFoundError, FormatError
 from midepoch.sources import manifests
-from midepoch.sources.addresses import check_utf8, resolve
 from midepoch.sources.folders import (
     KINDS,
     Expanded,
@@ -24,7 +22,6 @@ from midepoch.sources.folders import (
     listing_of,
     warn_of_splits,
 )
-from midepoch.sources.hub_files import HubFiles
 from midepoch.sources.listing import (
     GLOB,
     all_visible,
@@ -46,9 +43,12 @@ from midepoch.sources.names import (
     not_read,
     other_reader,
 )
-from midepoch.sources.open_files import Entry
-from midepoch.sources.stores import Retry, Store
 from midepoch.sources.table_folders import refuse_tables
+from midepoch.storage.address import refuse_lost_slash
+from midepoch.storage.addresses import check_utf8, resolve
+from midepoch.storage.hub_files import HubFiles
+from midepoch.storage.open_files import Entry
+from midepoch.storage.stores import Retry, Store
 
 PathLike = str | os.PathLike[str]
 _FEW = 16

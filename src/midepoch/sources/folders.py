@@ -19,8 +19,8 @@ from operator import itemgetter
 from typing import NamedTuple
 
 from midepoch.errors import FormatError
-from midepoch.sources.hub_api import parse_hub_path
-from midepoch.sources.open_files import Entry
+from midepoch.storage.hub_api import parse_hub_path
+from midepoch.storage.open_files import Entry
 
 _log = logging.getLogger("midepoch")
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import pyarrow as pa
 
 from midepoch.errors import CorruptBlockError, FormatError
-from midepoch.sources.damage import is_damage, refusal, retried
-from midepoch.sources.storage import atomic_write
+from midepoch.storage.cache_files import atomic_write
+from midepoch.storage.damage import is_damage, refusal, retried
 
 _SUFFIX = ".midepoch-footers"
 _KEPT_SECONDS = 7 * 24 * 3600

@@ -13,12 +13,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from midepoch._internal.address import Address
-from midepoch._internal.redaction import Secrets, is_secret
 from midepoch.errors import DataError, DataNotFoundError
-from midepoch.sources.fsspec_files import redact_logs
-from midepoch.sources.index import default_index_dir
-from midepoch.sources.storage import atomic_write, locked
+from midepoch.storage.address import Address
+from midepoch.storage.cache_files import atomic_write, default_index_dir, locked
+from midepoch.storage.fsspec_files import redact_logs
+from midepoch.storage.redaction import Secrets, is_secret
 
 VERSION = 1
 

@@ -29,13 +29,13 @@ import pyarrow as pa
 from midepoch._internal.progress import Progress
 from midepoch.errors import DataError, DataNotFoundError, DifferentSchemasError, FormatError
 from midepoch.sources.arrow_ipc import FileScan, node_paths, scan
-from midepoch.sources.damage import DamageError, retried
 from midepoch.sources.dictionaries import holds_dictionary, undecodable
 from midepoch.sources.fingerprints import SKIPPED
 from midepoch.sources.footers import Footers
 from midepoch.sources.indexed_files import IndexedFile as IndexedFile
 from midepoch.sources.indexed_files import IndexedFiles as IndexedFiles
-from midepoch.sources.storage import atomic_write, locked
+from midepoch.storage.cache_files import atomic_write, default_index_dir, locked
+from midepoch.storage.damage import DamageError, retried
 
 T = TypeVar("T")
 _THREADS = 16
@@ -165,13 +165,6 @@ def _reopen(path: str, fingerprint: str) -> Index:
             f"the index {path} was changed or removed since the dataset was created. Create the dataset again."
         )
     return index
-
-
-def default_index_dir() -> Path:
-    """Return ``$MIDEPOCH_CACHE``, or ``midepoch`` in the user's cache folder."""
-    if given := os.environ.get("MIDEPOCH_CACHE"):
-        return Path(given).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "midepoch"
 
 
 def open_index(

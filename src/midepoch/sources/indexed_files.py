@@ -13,8 +13,8 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from midepoch.sources.arrow_ipc import Chains
-from midepoch.sources.open_files import Entry
 from midepoch.sources.partitions import Values
+from midepoch.storage.open_files import Entry
 
 Int64Array = npt.NDArray[np.int64]
 _END = "\0"

@@ -19,7 +19,6 @@ import pyarrow as pa
 
 from midepoch._internal.progress import Progress
 from midepoch.errors import CorruptBlockError
-from midepoch.sources.damage import DamageError
 from midepoch.sources.decode import decoder, partition_expression
 from midepoch.sources.files import DataFiles
 from midepoch.sources.filters import Filter, comparable
@@ -31,7 +30,6 @@ from midepoch.sources.index import (
     Index,
     IndexedFile,
     IndexedFiles,
-    default_index_dir,
     for_all,
     read_index,
     readable,
@@ -41,8 +39,9 @@ from midepoch.sources.index import (
 )
 from midepoch.sources.partitions import Values, below, hive_values
 from midepoch.sources.schemas import nullable_paths, row_bytes, unified
-from midepoch.sources.storage import atomic_write, locked
-from midepoch.sources.stores import Entry, Store
+from midepoch.storage.cache_files import atomic_write, default_index_dir, locked
+from midepoch.storage.damage import DamageError
+from midepoch.storage.stores import Entry, Store
 
 _log = logging.getLogger("midepoch")
 

@@ -25,8 +25,7 @@ import numpy.typing as npt
 
 from midepoch._internal.progress import shown
 from midepoch.errors import ColumnError, FormatError
-from midepoch.sources.damage import changed, removed
-from midepoch.sources.index import IndexedFile, default_index_dir
+from midepoch.sources.index import IndexedFile
 from midepoch.sources.length_blocks import (
     Compact,
     Measured,
@@ -36,7 +35,8 @@ from midepoch.sources.length_blocks import (
     smallest_dtype,
 )
 from midepoch.sources.source import Source, fingerprint_of
-from midepoch.sources.storage import locked, sweep, temporary_path
+from midepoch.storage.cache_files import default_index_dir, locked, sweep, temporary_path
+from midepoch.storage.damage import changed, removed
 
 SUFFIX = ".midepoch-lengths"
 VERSION = 1

@@ -9,8 +9,8 @@ from itertools import product, repeat
 
 import pyarrow.fs as fs
 
-from midepoch.sources.open_files import Entry
-from midepoch.sources.stores import Store
+from midepoch.storage.open_files import Entry
+from midepoch.storage.stores import Store
 
 _RANGE = re.compile(r"(-?\d+)\.\.(-?\d+)(?:\.\.(-?\d+))?")
 _LETTERS = re.compile(r"([A-Za-z])\.\.([A-Za-z])(?:\.\.(-?\d+))?")

@@ -27,9 +27,9 @@ from midepoch.sources.fingerprints import fingerprint, spaced
 from midepoch.sources.folders import Listing, is_metadata
 from midepoch.sources.formats import Block, Scanned, format_named
 from midepoch.sources.formats.media import FILE, LOCATED, SKIP
-from midepoch.sources.open_files import Entry
 from midepoch.sources.schemas import unified
-from midepoch.sources.stores import Store
+from midepoch.storage.open_files import Entry
+from midepoch.storage.stores import Store
 
 _log = logging.getLogger("midepoch")
 _NAMED = 10

@@ -12,9 +12,9 @@ from midepoch.sources.dictionaries import plain_type, with_children
 from midepoch.sources.formats import Scanned
 from midepoch.sources.formats.lines import widest
 from midepoch.sources.index import check_names
-from midepoch.sources.open_files import Entry
 from midepoch.sources.partitions import Values
-from midepoch.sources.stores import Store
+from midepoch.storage.open_files import Entry
+from midepoch.storage.stores import Store
 
 
 def unified(

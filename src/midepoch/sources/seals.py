@@ -23,9 +23,9 @@ from midepoch.sources.index import Index, read_index
 from midepoch.sources.lake import Request, warn_of_damage
 from midepoch.sources.listing import GLOB, existing, spelled_out, walked
 from midepoch.sources.manifests import NAME
-from midepoch.sources.storage import atomic_write
-from midepoch.sources.stores import Store
 from midepoch.sources.table_folders import refuse_part
+from midepoch.storage.cache_files import atomic_write
+from midepoch.storage.stores import Store
 
 _UNLISTABLE = (OSError, OverflowError, ValueError)
 """Errors of a look at what only the choice of files has to deal with: unreadable folders, odd names and times."""

@@ -20,15 +20,15 @@ from midepoch.errors import CorruptBlockError, DataNotFoundError, FormatError
 from midepoch.order import SourceLayout
 from midepoch.order.shuffle import DEFAULT_WINDOW
 from midepoch.sources.arrow_ipc import scan
-from midepoch.sources.damage import DamageError, is_damage, refusal
 from midepoch.sources.decode import decoder
 from midepoch.sources.filters import Filter
 from midepoch.sources.fingerprints import SKIPPED
 from midepoch.sources.formats import GROUPED, Block, InPlace, Scratch, format_named
 from midepoch.sources.index import MAPPED, Index, IndexedFile, IndexedFiles
-from midepoch.sources.open_files import Entry
-from midepoch.sources.stores import Store
 from midepoch.sources.table_folders import expired
+from midepoch.storage.damage import DamageError, is_damage, refusal
+from midepoch.storage.open_files import Entry
+from midepoch.storage.stores import Store
 
 _PLAIN_FEATURES = {
     "Value",

@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 
 from midepoch.errors import DataNotFoundError, FormatError
-from midepoch.sources.stores import Store
+from midepoch.storage.stores import Store
 
 _MARKS = (
     ("/_delta_log/", re.compile(r"(.*?)/_delta_log/\d{20}\..*"), "Delta table", "from_delta"),

@@ -18,8 +18,7 @@ from midepoch._internal.processes import cores
 from midepoch._native import library
 from midepoch.distributed.world import find_world
 from midepoch.errors import WorldError
-from midepoch.sources.index import default_index_dir
-from midepoch.sources.storage import file_system, is_network, make_private
+from midepoch.storage.cache_files import default_index_dir, file_system, is_network, make_private
 
 _NEEDED = ("numpy", "pyarrow")
 _SHOWN = (*_NEEDED, "torch", "datasets", "jax", "ray")

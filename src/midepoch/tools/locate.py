@@ -19,9 +19,10 @@ from midepoch.order import EpochOrder, Order, Selection, Shard, SourceLayout
 from midepoch.order.intervals import EMPTY, Intervals
 from midepoch.pipeline.cursor import Cursor
 from midepoch.pipeline.node import Excluded
-from midepoch.sources.index import Index, default_index_dir, read_index
+from midepoch.sources.index import Index, read_index
 from midepoch.state.format import KEY, excluded_from_json, order_of, parse
 from midepoch.state.saved import load_global, one_of
+from midepoch.storage.cache_files import default_index_dir
 
 Int64Array = npt.NDArray[np.int64]
 

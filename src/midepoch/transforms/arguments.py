@@ -17,9 +17,9 @@ from typing import Any
 
 import numpy as np
 
-from midepoch._internal.address import Address
-from midepoch._internal.redaction import is_secret
 from midepoch._internal.values import loaded
+from midepoch.storage.address import Address
+from midepoch.storage.redaction import is_secret
 from midepoch.transforms.encode import Tokenize
 from midepoch.transforms.filter import FilterExpression
 from midepoch.transforms.function import Function

@@ -9,8 +9,8 @@ from typing import Any
 import pyarrow as pa
 
 from midepoch.errors import MidepochError
-from midepoch.sources.damage import is_damage
 from midepoch.sources.dictionaries import Int64Array, taken
+from midepoch.storage.damage import is_damage
 
 
 @dataclass(frozen=True)

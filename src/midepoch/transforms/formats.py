@@ -17,7 +17,7 @@ import pyarrow as pa
 
 from midepoch._internal.values import loaded
 from midepoch.errors import ColumnError, CorruptBlockError, MapError, MidepochError
-from midepoch.sources.damage import is_damage
+from midepoch.storage.damage import is_damage
 from midepoch.transforms.arrow_values import plain_values, to_numpy, to_python
 from midepoch.transforms.batch import Batch, as_rows
 from midepoch.transforms.features import Encoded

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from midepoch.errors import MapError, MidepochError
 from midepoch.order.bijection import derive, derive_many
-from midepoch.sources.damage import is_damage
+from midepoch.storage.damage import is_damage
 from midepoch.transforms.batch import Batch, check_columns
 from midepoch.transforms.formats import Allocate, can_repeat, finish, present, present_rows, unshared
 from midepoch.transforms.generators import Generators, Seeds, torch_generator

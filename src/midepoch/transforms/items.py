@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import Any
 
 from midepoch.errors import MapError
-from midepoch.sources.damage import is_damage
+from midepoch.storage.damage import is_damage
 from midepoch.transforms.batch import Batch
 from midepoch.transforms.formats import ITEM
 from midepoch.transforms.function import RunContext

@@ -10,8 +10,8 @@ import pyarrow as pa
 
 from midepoch.errors import DataError
 from midepoch.sources.arrow_ipc import Chains
-from midepoch.sources.open_files import Entry
-from midepoch.sources.stores import Store
+from midepoch.storage.open_files import Entry
+from midepoch.storage.stores import Store
 
 
 @dataclass

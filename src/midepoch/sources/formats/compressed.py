@@ -20,11 +20,10 @@ from typing import IO, Any
 import pyarrow as pa
 
 from midepoch.sources.formats.base import Block, Scratch
-from midepoch.sources.index import default_index_dir
 from midepoch.sources.names import COMPRESSIONS
-from midepoch.sources.open_files import Entry
-from midepoch.sources.storage import make_private
-from midepoch.sources.stores import OpenFile, Store
+from midepoch.storage.cache_files import default_index_dir, make_private
+from midepoch.storage.open_files import Entry
+from midepoch.storage.stores import OpenFile, Store
 
 _log = logging.getLogger("midepoch")
 _READ = 1 << 20

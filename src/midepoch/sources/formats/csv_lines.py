@@ -18,14 +18,14 @@ import pyarrow as pa
 import pyarrow.csv as pc
 
 from midepoch.errors import FormatError
-from midepoch.sources.damage import DamageError, is_damage
 from midepoch.sources.formats.base import Block, NoStatistics, Scanned
 from midepoch.sources.formats.compressed import contents
 from midepoch.sources.formats.cutting import Int64Array, broken_quoted_rows, broken_rows, is_closed, row_ends
 from midepoch.sources.formats.lines import read_rows, scan_lines
 from midepoch.sources.names import COMPRESSIONS
-from midepoch.sources.open_files import Entry
-from midepoch.sources.stores import Store
+from midepoch.storage.damage import DamageError, is_damage
+from midepoch.storage.open_files import Entry
+from midepoch.storage.stores import Store
 
 _HEADER = 1 << 20
 

@@ -9,8 +9,8 @@ import pyarrow as pa
 from midepoch.sources.arrow_ipc import BatchReader, walk
 from midepoch.sources.dictionaries import plain_array
 from midepoch.sources.formats.base import Block, NoStatistics, Scanned
-from midepoch.sources.open_files import Entry
-from midepoch.sources.stores import Store
+from midepoch.storage.open_files import Entry
+from midepoch.storage.stores import Store
 
 
 class ArrowFormat(NoStatistics):

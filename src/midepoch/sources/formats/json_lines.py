@@ -12,7 +12,6 @@ import pyarrow as pa
 import pyarrow.json as pj
 
 from midepoch.errors import FormatError
-from midepoch.sources.damage import is_damage
 from midepoch.sources.formats import lines
 from midepoch.sources.formats.base import Block, NoStatistics, Scanned
 from midepoch.sources.formats.compressed import contents
@@ -27,8 +26,9 @@ from midepoch.sources.formats.cutting import (
     without,
 )
 from midepoch.sources.formats.lines import MIXED_REMEDY, lacking, nulls, read_rows, scan_lines, widest
-from midepoch.sources.open_files import Entry
-from midepoch.sources.stores import Store
+from midepoch.storage.damage import is_damage
+from midepoch.storage.open_files import Entry
+from midepoch.storage.stores import Store
 
 _BOM = b"\xef\xbb\xbf"
 _BLANK = 1 << 20

@@ -19,10 +19,10 @@ import pyarrow as pa
 from midepoch.errors import CorruptBlockError, FetchError, MidepochError
 from midepoch.sources.dictionaries import plain_type
 from midepoch.sources.formats.base import Block, NoStatistics, Scanned
-from midepoch.sources.fsspec_files import options_of
-from midepoch.sources.open_files import Entry
-from midepoch.sources.stores import Store
 from midepoch.sources.table_folders import expired
+from midepoch.storage.fsspec_files import options_of
+from midepoch.storage.open_files import Entry
+from midepoch.storage.stores import Store
 
 _GONE = re.compile(r"not found|NoSuchKey|does not exist", re.IGNORECASE)
 _NETWORK = re.compile(r"request|connect|timed? ?out|HTTP|status|denied|credential", re.IGNORECASE)

@@ -17,12 +17,12 @@ import pyarrow as pa
 import pyarrow.types as pt
 
 from midepoch.errors import FormatError
-from midepoch.sources.damage import DamageError, is_damage
 from midepoch.sources.formats.base import Block, Scanned
 from midepoch.sources.formats.compressed import can_be_fetched, compression, contents, decompressed, skip
 from midepoch.sources.formats.cutting import Int64Array, is_closed, without
-from midepoch.sources.open_files import Entry
-from midepoch.sources.stores import Store
+from midepoch.storage.damage import DamageError, is_damage
+from midepoch.storage.open_files import Entry
+from midepoch.storage.stores import Store
 
 MIXED_REMEDY = (
     'Write values of one type, or open it with midepoch.load_dataset("json", data_files=…), which reads mixed types.'

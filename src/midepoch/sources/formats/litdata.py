@@ -41,8 +41,8 @@ from midepoch.sources.formats.records import (
 from midepoch.sources.formats.records import packed_footer as packed
 from midepoch.sources.formats.tokens import COLUMN
 from midepoch.sources.manifests import files_beside, inside, read_manifest
-from midepoch.sources.open_files import Entry
-from midepoch.sources.stores import OpenFile, Store
+from midepoch.storage.open_files import Entry
+from midepoch.storage.stores import OpenFile, Store
 
 ARROW_MAGIC = b"LDARW01\0"
 FRAMED_MAGIC = b"LDFZ01\0\0"

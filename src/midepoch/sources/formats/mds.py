@@ -52,8 +52,8 @@ from midepoch.sources.formats.records import (
     packed_footer,
 )
 from midepoch.sources.manifests import files_beside, inside, read_manifest
-from midepoch.sources.open_files import Entry
-from midepoch.sources.stores import Store
+from midepoch.storage.open_files import Entry
+from midepoch.storage.stores import Store
 
 _SCALARS = ("uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64", "float16", "float32", "float64")
 _CODES = {

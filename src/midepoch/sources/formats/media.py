@@ -16,10 +16,10 @@ import numpy as np
 import pyarrow as pa
 
 from midepoch.errors import CorruptBlockError, DataChangedError, DataNotFoundError, FormatError
-from midepoch.sources.damage import removed
 from midepoch.sources.formats.base import Block, NoStatistics, Scanned
-from midepoch.sources.open_files import Entry
-from midepoch.sources.stores import Store
+from midepoch.storage.damage import removed
+from midepoch.storage.open_files import Entry
+from midepoch.storage.stores import Store
 
 FILE = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
 """The type of a file in a row, as in Hugging Face's features."""

@@ -19,8 +19,8 @@ import pyarrow as pa
 from midepoch.errors import DataNotFoundError, FormatError
 from midepoch.sources.fingerprints import fingerprint
 from midepoch.sources.formats.base import Block, NoStatistics, Scanned
-from midepoch.sources.open_files import Entry
-from midepoch.sources.stores import OpenFile, Store
+from midepoch.storage.open_files import Entry
+from midepoch.storage.stores import OpenFile, Store
 
 COLUMN, LENGTHS, MODES = "input_ids", "sequence_lengths", "modes"
 BLOCK_BYTES = 8 << 20

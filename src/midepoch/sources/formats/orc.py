@@ -12,11 +12,11 @@ from collections.abc import Iterator, Sequence
 import pyarrow as pa
 import pyarrow.orc as po
 
-from midepoch.sources.damage import DamageError, is_damage
 from midepoch.sources.fingerprints import fingerprint
 from midepoch.sources.formats.base import Block, NoStatistics, Scanned
-from midepoch.sources.open_files import Entry
-from midepoch.sources.stores import OpenFile, Store
+from midepoch.storage.damage import DamageError, is_damage
+from midepoch.storage.open_files import Entry
+from midepoch.storage.stores import OpenFile, Store
 
 _TAIL = 64 << 10
 _NONE, _ZLIB, _SNAPPY, _ZSTD = 0, 1, 2, 5

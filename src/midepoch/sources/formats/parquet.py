@@ -12,7 +12,6 @@ import pyarrow.parquet as pq
 import pyarrow.types as pt
 
 from midepoch.errors import FormatError
-from midepoch.sources.damage import DamageError, unreadable
 from midepoch.sources.dictionaries import has_large_text, large_text, plain_type, with_children
 from midepoch.sources.fingerprints import fingerprint
 from midepoch.sources.formats.base import Block, Scanned
@@ -25,8 +24,9 @@ from midepoch.sources.formats.parquet_chunks import (
     definition_levels,
     sound,
 )
-from midepoch.sources.open_files import Entry
-from midepoch.sources.stores import OpenFile, Store
+from midepoch.storage.damage import DamageError, unreadable
+from midepoch.storage.open_files import Entry
+from midepoch.storage.stores import OpenFile, Store
 
 Path = tuple[str, ...]
 

@@ -18,9 +18,9 @@ import pyarrow as pa
 
 from midepoch._native.ranges import copy_ranges
 from midepoch.errors import CorruptBlockError, FormatError, MidepochError
-from midepoch.sources.damage import DamageError
-from midepoch.sources.open_files import Entry
-from midepoch.sources.stores import OpenFile
+from midepoch.storage.damage import DamageError
+from midepoch.storage.open_files import Entry
+from midepoch.storage.stores import OpenFile
 
 _PLAIN = {"L": (b"P5", 1), "RGB": (b"P6", 3)}
 _CONVERTED = {"HSV": "RGB", "RGBa": "RGBA", "La": "LA"}

@@ -13,10 +13,10 @@ from typing import Any, NamedTuple, Protocol
 import pyarrow as pa
 
 from midepoch.errors import FormatError
-from midepoch.sources.damage import is_damage
 from midepoch.sources.formats.compressed import can_be_fetched, compression, contents
-from midepoch.sources.open_files import Entry
-from midepoch.sources.stores import OpenFile, Store
+from midepoch.storage.damage import is_damage
+from midepoch.storage.open_files import Entry
+from midepoch.storage.stores import OpenFile, Store
 
 BLOCK = 512
 _ZERO = bytes(BLOCK)

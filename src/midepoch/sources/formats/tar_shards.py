@@ -28,8 +28,8 @@ from midepoch.errors import FormatError
 from midepoch.sources.formats.base import Block, NoStatistics, Scanned
 from midepoch.sources.formats.compressed import compression, decompressed
 from midepoch.sources.formats.tar_headers import BLOCK, Archive, Damage, Stream, TarMember, opened
-from midepoch.sources.open_files import Entry
-from midepoch.sources.stores import OpenFile, Store
+from midepoch.storage.open_files import Entry
+from midepoch.storage.stores import OpenFile, Store
 
 BLOCK_BYTES = 8 << 20
 KEY = "__key__"

@@ -19,8 +19,8 @@ import pyarrow as pa
 from midepoch.errors import FormatError
 from midepoch.sources.fingerprints import fingerprint
 from midepoch.sources.formats.base import Block, NoStatistics, Scanned
-from midepoch.sources.open_files import Entry
-from midepoch.sources.stores import Store
+from midepoch.storage.open_files import Entry
+from midepoch.storage.stores import Store
 
 COLUMN = "input_ids"
 BLOCK_BYTES = 8 << 20

@@ -22,9 +22,9 @@ from midepoch._internal.progress import Progress
 from midepoch.errors import DataNotFoundError, FetchError, FormatError, MidepochError
 from midepoch.sources.formats.table_parquet import SnapshotFile, described
 from midepoch.sources.lake import Files
-from midepoch.sources.open_files import Entry
-from midepoch.sources.stores import Store
 from midepoch.sources.tables.opening import TableFile, scanned_files
+from midepoch.storage.open_files import Entry
+from midepoch.storage.stores import Store
 
 Version = int | str | datetime | None
 LOG = "_delta_log"

@@ -15,14 +15,14 @@ from typing import Any, NamedTuple
 
 import pyarrow as pa
 
-from midepoch._internal.address import Address
 from midepoch._internal.progress import Progress
-from midepoch._internal.redaction import Secrets
 from midepoch.errors import DataNotFoundError, FetchError, FormatError, MidepochError
 from midepoch.sources.formats.table_parquet import SnapshotFile, described
 from midepoch.sources.lake import Files
-from midepoch.sources.stores import Store
 from midepoch.sources.tables.opening import TableFile, scanned_files
+from midepoch.storage.address import Address
+from midepoch.storage.redaction import Secrets
+from midepoch.storage.stores import Store
 
 _TYPES = {
     "boolean": pa.bool_(),

@@ -21,9 +21,9 @@ from midepoch.sources.formats.lance_rows import lance_package, lance_table, plai
 from midepoch.sources.formats.lines import nulls
 from midepoch.sources.index import for_all
 from midepoch.sources.lake import Files
-from midepoch.sources.open_files import Entry
-from midepoch.sources.stores import Store
 from midepoch.sources.table_folders import expired
+from midepoch.storage.open_files import Entry
+from midepoch.storage.stores import Store
 
 _MANIFEST = re.compile(r"(\d+)\.manifest")
 _LARGEST = (1 << 64) - 1

@@ -15,20 +15,20 @@ from typing import Any, NamedTuple
 
 import pyarrow as pa
 
-from midepoch._internal.address import Address
 from midepoch._internal.progress import Progress
 from midepoch.errors import DataNotFoundError
-from midepoch.sources.addresses import native_options, s3_options
 from midepoch.sources.dictionaries import has_large_text
 from midepoch.sources.filters import Filter
 from midepoch.sources.formats import Scanned
 from midepoch.sources.formats.table_parquet import SnapshotFile, TableFormat, plain
-from midepoch.sources.index import Index, default_index_dir, for_all, read_index
+from midepoch.sources.index import Index, for_all, read_index
 from midepoch.sources.lake import Files, indexed, save
-from midepoch.sources.open_files import Entry
-from midepoch.sources.storage import locked
-from midepoch.sources.stores import Store
 from midepoch.sources.table_folders import expired
+from midepoch.storage.address import Address
+from midepoch.storage.addresses import native_options, s3_options
+from midepoch.storage.cache_files import default_index_dir, locked
+from midepoch.storage.open_files import Entry
+from midepoch.storage.stores import Store
 
 _NAMES = {
     "aws_endpoint_url": "endpoint_override",

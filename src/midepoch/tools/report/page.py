@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from midepoch._internal.address import Address
 from midepoch._internal.hints import hinted
 from midepoch._internal.values import to_jsonable
 from midepoch.audit import Run, read_runs
@@ -28,6 +27,7 @@ from midepoch.dataset import Dataset
 from midepoch.errors import DataNotFoundError, MidepochError, StateError
 from midepoch.order import Order, Selection, Weighted
 from midepoch.pipeline.spec import PipelineSpec
+from midepoch.storage.address import Address
 from midepoch.tools.report.now import curves, names_of, now
 from midepoch.tools.report.quality import batches, quality
 

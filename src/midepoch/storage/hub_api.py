@@ -17,11 +17,11 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 from urllib.parse import quote, unquote, urljoin, urlsplit
 
-from midepoch._internal.address import Address
 from midepoch.errors import DataNotFoundError, FetchError, MidepochError
-from midepoch.sources.fsspec_files import redact_logs
-from midepoch.sources.open_files import Entry
-from midepoch.sources.throttling import ThrottledError, requested_wait
+from midepoch.storage.address import Address
+from midepoch.storage.fsspec_files import redact_logs
+from midepoch.storage.open_files import Entry
+from midepoch.storage.throttling import ThrottledError, requested_wait
 
 DEFAULT_ENDPOINT = "https://huggingface.co"
 TIMEOUT = 30.0
@@ -296,8 +296,8 @@ class Hub:
 class _Forks:
     """Forks wait until no request is under way, and requests until no fork is.
 
-    huggingface_hub closes its connections in a forked process. That waits forever if a thread of the parent was sending
-    a request, because its lock is copied without it: with 8 busy threads, in a quarter of all forks.
+    huggingface_hub closes its connections in a forked process. That waits indefinitely if a thread of the parent was
+    sending a request, because its lock is copied without it: with 8 busy threads, in a quarter of all forks.
     """
 
     def __init__(self) -> None:

@@ -25,12 +25,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from midepoch._internal.address import Address
 from midepoch.errors import DataChangedError, FetchError
-from midepoch.sources.hub_api import DEFAULT_ENDPOINT, Hub, HubPath, origin_of, parse_hub_path
-from midepoch.sources.index import default_index_dir
-from midepoch.sources.open_files import Entry, RangeFile
-from midepoch.sources.storage import atomic_write, locked
+from midepoch.storage.address import Address
+from midepoch.storage.cache_files import atomic_write, default_index_dir, locked
+from midepoch.storage.hub_api import DEFAULT_ENDPOINT, Hub, HubPath, origin_of, parse_hub_path
+from midepoch.storage.open_files import Entry, RangeFile
 
 T = TypeVar("T")
 Persist = Callable[[Callable[[], T]], T]

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import quote, quote_plus, unquote
 
-from midepoch._internal.address import WITHOUT_PORTS, Address, Link, as_address
+from midepoch.storage.address import WITHOUT_PORTS, Address, Link, as_address
 
 _MARK = "***"
 _LEAST = 4

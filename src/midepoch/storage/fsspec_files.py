@@ -15,8 +15,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.fs as fs
 
-from midepoch._internal.address import Address
-from midepoch._internal.redaction import redacted
+from midepoch.storage.address import Address
+from midepoch.storage.redaction import redacted
 
 _PLACES = ("host", "port", "share", "org", "repo", "sha", "fo")
 """Options that locate the files."""

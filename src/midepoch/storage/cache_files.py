@@ -319,3 +319,10 @@ def _identity(path: Path) -> tuple[int, int, int] | None:
     except OSError:
         return None
     return stat.st_dev, stat.st_ino, stat.st_mtime_ns
+
+
+def default_index_dir() -> Path:
+    """Return ``$MIDEPOCH_CACHE``, or ``midepoch`` in the user's cache folder."""
+    if given := os.environ.get("MIDEPOCH_CACHE"):
+        return Path(given).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "midepoch"

@@ -19,17 +19,17 @@ from typing import Any, TypeVar
 import pyarrow as pa
 import pyarrow.fs as fs
 
-from midepoch._internal.address import Address
 from midepoch._internal.hints import hinted_methods
-from midepoch._internal.redaction import Secrets
 from midepoch.errors import CorruptBlockError, DataChangedError, DataNotFoundError, FetchError, MidepochError
-from midepoch.sources.damage import PAUSES, is_damage, refusal
-from midepoch.sources.fsspec_files import FsspecHandler, is_foreign, options_of
-from midepoch.sources.hub_files import HubFiles
-from midepoch.sources.open_files import Entry as Entry
-from midepoch.sources.open_files import OpenFile as OpenFile
-from midepoch.sources.open_files import ShortError, checked_file
-from midepoch.sources.throttling import retry_after
+from midepoch.storage.address import Address
+from midepoch.storage.damage import PAUSES, is_damage, refusal
+from midepoch.storage.fsspec_files import FsspecHandler, is_foreign, options_of
+from midepoch.storage.hub_files import HubFiles
+from midepoch.storage.open_files import Entry as Entry
+from midepoch.storage.open_files import OpenFile as OpenFile
+from midepoch.storage.open_files import ShortError, checked_file
+from midepoch.storage.redaction import Secrets
+from midepoch.storage.throttling import retry_after
 
 T = TypeVar("T")
 _log = logging.getLogger("midepoch")

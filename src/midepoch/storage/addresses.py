@@ -14,13 +14,13 @@ from urllib.parse import unquote
 
 import pyarrow.fs as fs
 
-from midepoch._internal.address import Address, Link, is_mistyped
-from midepoch._internal.redaction import Secrets
 from midepoch.errors import DataNotFoundError, FetchError, FormatError, MidepochError
-from midepoch.sources.fsspec_files import FsspecHandler, is_foreign, options_of, redact_logs
-from midepoch.sources.hub_api import is_hub_path, parse_hub_path, refuse_web_page
-from midepoch.sources.hub_files import HubFiles
-from midepoch.sources.stores import Retry, Store
+from midepoch.storage.address import Address, Link, is_mistyped
+from midepoch.storage.fsspec_files import FsspecHandler, is_foreign, options_of, redact_logs
+from midepoch.storage.hub_api import is_hub_path, parse_hub_path, refuse_web_page
+from midepoch.storage.hub_files import HubFiles
+from midepoch.storage.redaction import Secrets
+from midepoch.storage.stores import Retry, Store
 
 _NATIVE = {"s3", "gs", "gcs", "az", "abfs", "abfss"}
 _HUB_RETRY = Retry(budget=660.0)
