@@ -62,6 +62,7 @@ class HubServer:
 
     def __init__(self, *, page: int = 1000, lfs_from: int = 1024) -> None:
         self.repos: dict[str, Repo] = {}
+        self.buckets: dict[str, Files] = {}
         self.moved: dict[str, str] = {}
         self.page, self.lfs_from = page, lfs_from
         self.public_name = ""
@@ -220,6 +221,9 @@ class _HubHandler(_Handler):
 
     def do_GET(self) -> None:
         url = urlsplit(self.path)
+        bucket = next((name for name in self.owner.buckets if f"/buckets/{name}" in url.path), None)
+        if bucket is not None:
+            return self.of_bucket(bucket, unquote(url.path.partition(f"/buckets/{bucket}")[2].strip("/")))
         query = {name: values[-1] for name, values in parse_qs(url.query).items()}
         api = url.path.startswith("/api/datasets/")
         inner = url.path.removeprefix("/api").removeprefix("/datasets/")
@@ -240,6 +244,20 @@ class _HubHandler(_Handler):
             there = self.path.replace(name, self.owner.moved[name], 1)
             return self.send(307, Location=there)
         return self.of_repo(name, kind, rest, query)
+
+    def of_bucket(self, name: str, rest: str) -> None:
+        """Answer a request for a bucket, whose files have no commits."""
+        files, (action, _, path) = self.owner.buckets[name], rest.partition("/")
+        about = {file: {"xetHash": hashlib.sha256(data).hexdigest(), "size": len(data)} for file, data in files.items()}
+        entries = [{"type": "file", "path": file, **each} for file, each in about.items()]
+        if action == "tree":
+            return self.send_json([each for each in entries if each["path"].startswith(path)])
+        if action == "paths-info":
+            return self.send_json([each for each in entries if each["path"] in json.loads(self.body)["paths"]])
+        if action == "resolve":
+            return self.send(302, Location=self.owner.sign(files[path]))
+        times = {"createdAt": "2026-01-01T00:00:00.000Z"}
+        return self.send_json({"id": name, "private": False, "size": 0, "totalFiles": len(files), **times})
 
     def of_repo(self, name: str, kind: str, rest: str, query: dict[str, str]) -> None:
         repo = self.owner.repos[name]

@@ -84,11 +84,14 @@ def torch(folder: Path) -> None:
 
 
 def hf(folder: Path) -> None:
-    """What ``datasets`` prepares is read where it lies."""
+    """What ``datasets`` prepares is read where it lies, and the Hub's client is one that midepoch uses."""
     write(folder)
     files, cache = str(folder / "data.parquet"), str(folder / "cache")
     ds = midepoch.load_dataset("parquet", data_files=files, cache_dir=cache, split="train[:50%]")
     assert [row["id"] for row in ds] == list(range(ROWS // 2))
+    from midepoch.sources.addresses import resolve
+
+    assert resolve("hf://datasets/org/name")[0].scheme == "hf://"
 
 
 def jax(folder: Path) -> None:

@@ -500,6 +500,23 @@ def test_problems_are_explained(hub: HubServer, monkeypatch: pytest.MonkeyPatch)
         midepoch.from_files("hf://datasets/org/name@other")
 
 
+def test_a_bucket_is_read_and_a_change_of_it_is_refused(hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not hasattr(pytest.importorskip("huggingface_hub").HfApi, "get_bucket_paths_info"):
+        pytest.skip("needs a version of huggingface_hub with buckets")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DISABLE_TELEMETRY", True)  # it asks for more
+    address, options = "hf://buckets/org/data/*.parquet", {"endpoint": hub.endpoint}
+    hub.buckets["org/data"] = {"a.parquet": parquet(0), "b.parquet": parquet(ROWS)}
+    ds = midepoch.from_files(address, storage_options=options, retry=QUICK, cache_bytes=1)
+    assert ids(ds) == list(range(2 * ROWS))
+    hub.buckets["org/data"]["b.parquet"] = parquet(2 * ROWS)  # as long as before
+    assert len(parquet(ROWS)) == len(parquet(2 * ROWS))
+    with pytest.raises(DataChangedError, match="b.parquet has changed since it was indexed .its ETag differs"):
+        ids(midepoch.from_files(address, storage_options=options, retry=QUICK))
+    again = midepoch.from_files(address, storage_options=options, retry=QUICK, force_reindex=True)
+    assert ids(again) == [*range(ROWS), *range(2 * ROWS, 3 * ROWS)]
+    assert hub.unknown == []
+
+
 def test_the_address_of_a_model_is_explained() -> None:
     pytest.importorskip("huggingface_hub")
     store, path = resolve("hf://org/name")

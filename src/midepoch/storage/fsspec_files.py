@@ -35,7 +35,8 @@ class FsspecHandler(fs.FSSpecHandler):  # type: ignore[misc]
     def _create_file_info(path: str, info: dict[str, Any]) -> fs.FileInfo:
         """Add the modification time, which every file system names differently."""
         times = (
-            info.get(name) for name in ("mtime", "LastModified", "last_modified", "modified", "updated", "created")
+            info.get(name)
+            for name in ("uploaded_at", "mtime", "LastModified", "last_modified", "modified", "updated", "created")
         )
         mtime = next((time for time in times if isinstance(time, (datetime, int, float))), None)
         return fs.FSSpecHandler._create_file_info(path, {**info, "mtime": mtime})
@@ -58,11 +59,23 @@ class FsspecHandler(fs.FSSpecHandler):  # type: ignore[misc]
 
     def version(self, path: str) -> str:
         """Return an identifier that changes with the contents of a file. Empty if the file system has none."""
+        if path.startswith("buckets/") and _is_of_kind(self.fs, "hf"):
+            return self._hash_in_bucket(path)
         try:
             info = self.fs.info(path)
         except Exception:
             return ""
         return str(info.get("ETag") or info.get("etag") or info.get("created") or "")
+
+    def _hash_in_bucket(self, path: str) -> str:
+        """Return the hash of a file of the Hub that may change. The file system would return the one of its listing."""
+        from huggingface_hub import HfApi
+
+        _, owner, name, inner = path.split("/", 3)
+        api = HfApi(endpoint=self.fs.endpoint, token=self.fs.token)
+        for file in api.get_bucket_paths_info(f"{owner}/{name}", [inner]):
+            return str(file.xet_hash)
+        raise FileNotFoundError(path)
 
     def _opened(self, path: str) -> Any:
         inner = _inner(self.fs)

@@ -198,9 +198,11 @@ class Store:
         return self.given.earlier if isinstance(self.given, HubFiles) else ""
 
     def refresh(self) -> None:
-        """Look up again what another process of this machine looked up a moment ago."""
+        """Look up again what this process, or another one of this machine, looked up a moment ago."""
         if isinstance(self.given, HubFiles):
             self.given.refresh()
+        elif isinstance(self.given, fs.PyFileSystem) and isinstance(self.given.handler, FsspecHandler):
+            self.given.handler.fs.invalidate_cache()
 
     def _compare(self, expected: Entry, found: Entry) -> None:
         if found.size != expected.size:
