@@ -112,8 +112,8 @@ class Hub:
     """
 
     def __init__(self, endpoint: str, token: str | bool | None, offline: bool | None = None) -> None:
-        try:
-            from huggingface_hub import constants, errors, set_client_factory, utils  # noqa: F401  # not in threads
+        try:  # all that is used: a fork while another thread imports it would wait for that import forever
+            from huggingface_hub import constants, errors, set_client_factory, utils  # noqa: F401  # as said above
         except ImportError:
             raise MidepochError(
                 'hf:// needs huggingface_hub, version 1.3 or newer: `pip install "midepoch[hf]"`.'
@@ -242,7 +242,7 @@ class Hub:
         from huggingface_hub import get_session
         from huggingface_hub.errors import HTTPError, OfflineModeIsEnabled
 
-        host, sent = origin_of(url)[1], {"Accept-Encoding": "identity", **headers}
+        host, sent = origin_of(url)[1], {"User-Agent": "midepoch", "Accept-Encoding": "identity", **headers}
         try:
             if self.offline:
                 raise OfflineModeIsEnabled
@@ -301,6 +301,10 @@ class _Forks:
     """
 
     def __init__(self) -> None:
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget all threads, as in a forked process, which has none of them."""
         self._changed, self._requests, self._forks = threading.Condition(), 0, 0
 
     @contextmanager
@@ -328,7 +332,7 @@ class _Forks:
 
 _forks = _Forks()
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(before=_forks.begin, after_in_parent=_forks.end, after_in_child=_forks.__init__)  # type: ignore[misc]
+    os.register_at_fork(before=_forks.begin, after_in_parent=_forks.end, after_in_child=_forks.clear)
 _busy: dict[tuple[str, bool], float] = {}
 """Time until which an endpoint accepts no requests of a kind."""
 
