@@ -190,14 +190,15 @@ def open_ds(small_files: list[str]) -> Callable[[], midepoch.Dataset]:
 
 
 def resumes(make: Callable[[], Any], far: bool, ends: list[int], name: str = "", **options: Any) -> int:
-    """At moments around the ``last_batch`` of epochs all that follows; at every seventh other, 4 items. Far: all at every one.
+    """At moments around the ``last_batch`` of epochs all that follows; at some others, 4 items. Far: all at every one.
 
-    Each pipeline has other moments between, so that all of them together have every one.
+    Each pipeline has other moments after the first ones, so that all of them together have every one.
     """
     if far:
         return assert_resumes_exactly(make, **options)
     around = [0, *(end + near for end in ends for near in (-1, 0, 1))]
-    between = set(range(1 + [*PIPELINES, ""].index(name) % 7, 3 * ends[-1], 7)) - set(around)
+    later = range(14 + [*PIPELINES, ""].index(name) % 7, 3 * ends[-1], 7)
+    between = {*range(2, 14, 3), *later}.difference(around)
     return assert_resumes_exactly(make, tail=4, steps=sorted(between), **options) + assert_resumes_exactly(
         make, steps=around, **options
     )

@@ -89,7 +89,7 @@ def hf(folder: Path) -> None:
     files, cache = str(folder / "data.parquet"), str(folder / "cache")
     ds = midepoch.load_dataset("parquet", data_files=files, cache_dir=cache, split="train[:50%]")
     assert [row["id"] for row in ds] == list(range(ROWS // 2))
-    from midepoch.sources.addresses import resolve
+    from midepoch.storage.addresses import resolve
 
     assert resolve("hf://datasets/org/name")[0].scheme == "hf://"
 
