@@ -13,6 +13,8 @@ import torch
 
 import midepoch
 from data import dataset_of, write_arrow
+from midepoch._internal.hints import NAMES
+from midepoch.dataset.habits import ATTRIBUTES
 
 Call = Callable[[midepoch.Dataset], Any]
 Wrong = list[tuple[Call, str]]
@@ -240,6 +242,16 @@ OPEN: Wrong = [
     (lambda ds: midepoch.concat(ds, ds), r"concat\(\[a, b\]\), got several arguments"),
     (lambda ds: midepoch.zip(ds, ds), r"zip\(\[a, b\]\), got several arguments"),
     (lambda _: midepoch.Loader(size=3), "'size'"),
+    (lambda _: midepoch.Dataset("x"), r"got str\. Call midepoch\.from_files\(path\)"),  # type: ignore[arg-type]
+    (lambda _: midepoch.Dataset(), r"needs spec\. Open data with midepoch\.from_files"),  # type: ignore[call-arg]
+    (lambda ds: ds.text, r"'text'\. It is a column: use ds\['text'\]\.$"),
+    (lambda ds: ds.head(), r"Use ds\[:5\]"),
+    (lambda ds: ds.columns, r"Use ds\.column_names"),
+    (lambda ds: ds.from_files("x"), r"Use midepoch\.from_files\(…\)"),
+    (lambda _: midepoch.load("x"), r"Use midepoch\.from_files\(paths\), or midepoch\.load_dataset"),
+    (lambda _: midepoch.from_map_style(Items), r"got the class Items\. Create it first: Items\(…\)"),
+    (lambda ds: ds["txt"], r"ds\['txt'\]: no column 'txt'\. Did you mean 'text'\? There are: id, text\."),
+    (lambda ds: list(ds.map(lambda rows: {"n": len(rows["id"])}, batched=True)), r"one for each row, got the int 20\."),
     (lambda ds: midepoch.concat([ds, ds], axis=1), "axis.*midepoch.zip"),
     (lambda ds: midepoch.mix([ds, ds.rename_column("id", "n")]).loader(2), "columns id, text.*rename_columns"),
     (lambda ds: midepoch.zip([ds, ds]), "'id'.*rename_columns"),
@@ -301,3 +313,33 @@ def test_errors_inside_of_functions_are_not_explained_away(tmp_path: Path) -> No
         list(ds.map(lambda row: {"n": row["id"] + "a"}))
     with pytest.raises(TypeError, match="row numbers, got a mask"):
         ds.select([True])
+
+
+class Items:
+    """A dataset of torch."""
+
+    def __len__(self) -> int:
+        return 3
+
+    def __getitem__(self, number: int) -> int:
+        return number
+
+
+def test_suggested_names_exist(ds: midepoch.Dataset) -> None:
+    for owner in (ds, ds.loader(4), midepoch):
+        exist = {name for name in dir(owner) if not name.startswith("_")}
+        known = exist | ATTRIBUTES.keys() | NAMES.keys()
+        wrong = (known | {name[:-1] for name in known} | {f"{name}s" for name in known}) - exist
+        told = []
+        for name in wrong:
+            with pytest.raises(AttributeError) as raised:
+                raise AttributeError(getattr(owner, name))  # a module of the package may have the name
+            told.append(str(raised.value))
+        suggested = {name for text in told for name in re.findall(r"Did you mean (\w+)\?", text)}
+        assert suggested and suggested <= exist
+
+
+def test_a_quoted_error_ends_in_one_dot() -> None:
+    for kind in (midepoch.ColumnError, midepoch.MidepochError, midepoch.DataNotFoundError):
+        assert str(kind("a: it failed.. Try again..")) == "a: it failed. Try again."
+        assert str(kind("a... B, ../b/.. and c..d stay …")) == "a... B, ../b/.. and c..d stay …"

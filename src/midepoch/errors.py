@@ -25,11 +25,18 @@ Bad arguments raise ``ValueError`` or ``TypeError`` as everywhere in Python.
 
 from __future__ import annotations
 
+import re
 from typing import Any
+
+_DOUBLE_DOT = re.compile(r"(?<=\w)\.\.(?= [A-Z]|$)")
+"""The end of a sentence that quotes another error, which may have a dot of its own."""
 
 
 class MidepochError(Exception):
     """Base class of every error that midepoch raises on purpose."""
+
+    def __str__(self) -> str:
+        return _DOUBLE_DOT.sub(".", super().__str__())
 
 
 class DataError(MidepochError):
@@ -52,7 +59,7 @@ class ColumnError(DataError, KeyError):
     """A column is missing, or named twice."""
 
     def __str__(self) -> str:  # KeyError would quote the message
-        return str(self.args[0]) if self.args else ""
+        return _DOUBLE_DOT.sub(".", str(self.args[0])) if self.args else ""
 
 
 class CorruptBlockError(DataError):

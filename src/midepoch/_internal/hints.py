@@ -119,7 +119,7 @@ def nearest(name: str, names: Iterable[str], form: str) -> str:
     """Return "Did you mean …?" with the nearest of some names, or "" if none is near."""
     public = [each for each in names if not each.startswith("_")]
     by_case = {each.lower(): each for each in public}
-    found = difflib.get_close_matches(name.lower(), by_case, n=1, cutoff=0.6)
+    found = difflib.get_close_matches(name.lower(), by_case, n=1, cutoff=0.7)
     return f"Did you mean {form.format(by_case[found[0]])}?" if found else ""
 
 
@@ -186,6 +186,8 @@ def name_of(given: Any) -> str:
 def instead(function: str, expected: str, given: Any) -> str:
     """Return the message for a wrong argument. It names the function that opens such an object."""
     opener = opener_of(given)
+    if isinstance(given, type):
+        return f"{function} takes {expected}, got the class {given.__name__}. Create it first: {given.__name__}(…)."
     if isinstance(given, str) or hasattr(given, "__fspath__"):
         remedy = "Call midepoch.from_files(path), or midepoch.load_dataset(name, split=…)."
     elif is_dataset(given):
@@ -205,6 +207,8 @@ NAMES = {
     "ClassLabel": "Use ds.class_encode_column(column).",
     "Value": "Use Arrow types with ds.cast({'label': 'int32'}).",
     "open": "Use load_dataset, load_from_disk or from_files.",
+    "load": "Use midepoch.from_files(paths), or midepoch.load_dataset(name, split=…).",
+    "loader": "It is a method of a dataset: ds.loader(batch_size, num_workers=…).",
     "read_parquet": "Use midepoch.from_files('*.parquet').",
     "from_parquet": "Use midepoch.from_files('*.parquet').",
     "read_delta": "Use midepoch.from_delta(uri).",
@@ -221,6 +225,7 @@ NAMES = {
     "from_datasets": "Use midepoch.from_hf(ds).",
     "from_huggingface": "Use midepoch.from_hf(ds).",
     "from_text": "Use midepoch.from_files('*.txt').",
+    "from_txt": "Use midepoch.from_files('*.txt').",
     "from_spark": "Write the frame once: df.write.parquet(folder), and use midepoch.from_files(folder).",
     "from_sql": "Use midepoch.from_pandas(pandas.read_sql(…)), or midepoch.from_generator(function).",
     "TensorDataset": "Use midepoch.from_dict({'x': tensor}), or midepoch.from_map_style(dataset).",

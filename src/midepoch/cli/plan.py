@@ -75,7 +75,7 @@ def _tokenizer(name: str) -> Any:
             f"--tokenizer needs the package {problem.name}. Install it: pip install {problem.name}."
         ) from None
     except Exception as problem:
-        reason = str(problem).splitlines()[0][:200] if str(problem) else type(problem).__name__
+        reason = (str(problem) or type(problem).__name__).splitlines()[0][:200].rstrip(".")
         raise ValueError(
             f"--tokenizer {name}: it cannot be loaded: {reason}. Name a tokenizer.json, a folder or a model of the Hub."
         ) from None

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
 from midepoch._internal import html
-from midepoch._internal.hints import Elsewhere, hinted_methods, no_attribute
+from midepoch._internal.hints import Elsewhere, hinted_methods, instead, no_attribute
 from midepoch._internal.resumable import Resumable
 from midepoch._internal.values import integer
 from midepoch.dataset import habits
@@ -55,10 +55,7 @@ class Dataset(Reading, Resumable):
 
     def __init__(self, spec: PipelineSpec, cursor: Cursor | None = None, *, named: bool = False) -> None:
         if not isinstance(spec, PipelineSpec):
-            raise TypeError(
-                f"a Dataset is made of a pipeline, not of {type(spec).__name__}. Open files with "
-                "midepoch.from_files(path), and data in memory with midepoch.from_dict, from_list or from_hf."
-            )
+            raise TypeError(instead("Dataset", "a pipeline that was opened", spec))
         self._iteration = self._iteration_type(spec, cursor or Cursor(), named)
         self._access = None
         register_with_torch(Dataset)
@@ -68,7 +65,10 @@ class Dataset(Reading, Resumable):
         def __getattr__(self, name: str) -> Any:
             if hasattr(type(self), name):  # a property that raised AttributeError: raise it again
                 return object.__getattribute__(self, name)
-            raise no_attribute("a Dataset", name, dir(type(self)), habits.ATTRIBUTES)
+            hints = habits.ATTRIBUTES
+            if "_iteration" in self.__dict__ and name in (self._columns or ()):
+                hints = {name: f"It is a column: use ds[{name!r}]."}
+            raise no_attribute("a Dataset", name, dir(self), hints)
 
     def __dir__(self) -> list[str]:
         return sorted(name for name in dir(type(self)) if not name.startswith("_") and name not in habits.OPENERS)

@@ -32,6 +32,7 @@ _SEEDED = "Use seed=…: the order is computed from it and the epoch, in every p
 _ALL_ROWS = "All rows are shuffled, without a buffer: omit it. After filter, pack and the like, use window=… (rows)."
 
 METHODS: dict[str, dict[str, str]] = {
+    "__init__": {"spec missing": "Open data with midepoch.from_files(paths), or midepoch.load_dataset(name, split=…)."},
     "map": _FUNCTION,
     "filter": {**_FUNCTION, "function": "Did you mean condition=?"},
     "flat_map": _FUNCTION,
@@ -145,6 +146,12 @@ ATTRIBUTES = {
     "formatted_as": "Use ds.with_format(…), which returns a new dataset.",
     "format": "Use ds.pipeline.format, or with_format(…) to choose one.",
     "to_iterable_dataset": "It is iterable, and resumable: for row in ds, or ds.loader(batch_size).",
+    "head": "Use ds[:5], or ds.take(5).",
+    "tail": "Use ds[-5:].",
+    "limit": "Use ds.take(100).",
+    "sample": "Use ds.shuffle(seed=0).take(100).",
+    "show": "Use ds[:5], and `midepoch peek` in a shell.",
+    "columns": "Use ds.column_names.",
     "to_list": "Use list(ds), or list(ds.take(100)).",
     "to_dict": "Use ds[:], or ds[:100], which are columns.",
     "to_csv": _WRITE,
@@ -181,7 +188,7 @@ ATTRIBUTES = {
 OPENERS = {
     **{
         name: f"Use midepoch.{name}(…), a function of the package."
-        for name in ("from_dict", "from_list", "from_generator", "from_pandas")
+        for name in ("from_dict", "from_list", "from_generator", "from_pandas", "from_files", "from_hf", "load_dataset")
     },
     "from_polars": "Use midepoch.from_pandas(frame), which also takes frames of polars.",
     "from_parquet": "Use midepoch.from_files('*.parquet').",

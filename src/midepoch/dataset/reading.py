@@ -163,6 +163,7 @@ class Reading(Rows):
         A slice or list of numbers returns columns. The name of a column returns that column, read when it is used.
         """
         if isinstance(key, str):
+            check_columns([key], self._columns or [key], f"ds[{key!r}]")
             return Column(self, key)
         if self.pipeline.numbered is None:
             raise TypeError(

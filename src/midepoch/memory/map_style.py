@@ -80,7 +80,7 @@ def _length(dataset: Any) -> int:
     """Return the number of items. Raise TypeError for an object that has no numbered items."""
     data = loaded("torch.utils.data")
     expected = "an object with len(ds) and ds[i]"
-    if isinstance(dataset, Dataset):
+    if isinstance(dataset, (Dataset, type)):
         raise TypeError(instead("from_map_style", expected, dataset))
     if data is not None and isinstance(dataset, data.IterableDataset):
         raise TypeError(

@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from midepoch._internal.hints import nearest
 from midepoch._internal.values import loaded
 from midepoch.errors import ColumnError
 from midepoch.sources.dictionaries import taken
@@ -268,4 +269,5 @@ def check_columns(wanted: Sequence[str], present: Sequence[str], what: str) -> N
     """Raise ColumnError with the missing and the existing columns."""
     missing = [name for name in wanted if name not in present]
     if missing:
-        raise ColumnError(f"{what}: no column {', '.join(map(repr, missing))}. There are: {', '.join(present)}.")
+        hint = f"{nearest(missing[0], present, '{!r}')} There are: {', '.join(present)}.".lstrip()
+        raise ColumnError(f"{what}: no column {', '.join(map(repr, missing))}. {hint}")

@@ -288,7 +288,10 @@ def _check_length(name: str, column: Any, rows: int) -> None:
             _check_length(f"{name}.{key}", inner, rows)
         return
     if not hasattr(column, "__len__") or isinstance(column, (str, bytes)):
-        raise MapError(f"column {name!r} must be a sequence of {rows} values, got {column!r:.60}")
+        raise MapError(
+            f"column {name!r} must be a sequence of {rows} values, one for each row, got the "
+            f"{type(column).__name__} {column!r:.60}. Return [value] * {rows}, or omit batched=True"
+        )
     if len(column) != rows:
         raise MapError(
             f"column {name!r} has {len(column)} values for {rows} rows. Return one value for each row, or pass "
