@@ -103,15 +103,36 @@ def test_another_order_of_the_same_values_is_other_data(name: str, tmp_path: Pat
         changed.load_state_dict(state)
 
 
-def test_a_damaged_orc_file_is_never_resumed(tmp_path: Path) -> None:
-    path = tmp_path / "a.orc"
-    orc.write_table(table(np.random.default_rng(1).permutation(1000).tolist()), path, compression="zlib")
+@pytest.mark.parametrize("suffix", ["arrow", "orc"])
+def test_a_damaged_file_is_never_resumed(suffix: str, tmp_path: Path) -> None:
+    path = tmp_path / f"a.{suffix}"
+    rows = table(np.random.default_rng(1).permutation(1000).tolist())
+    if suffix == "orc":
+        orc.write_table(rows, path, compression="zlib")
+    else:
+        with pa.ipc.new_stream(path, rows.schema) as writer:  # of which every byte but the last ones counts
+            writer.write_table(rows)
     state = midepoch.from_files(path).loader(10).state_dict()
     intact = path.read_bytes()
-    for place in np.linspace(3, len(intact) - 1, 26, dtype=int):
+    for place in np.linspace(3, len(intact) - 12, 26, dtype=int):
         path.write_bytes(intact[:place] + bytes([intact[place] ^ 4]) + intact[place + 1 :])
         with pytest.raises(MidepochError):
             midepoch.from_files(path, force_reindex=True).loader(10).load_state_dict(state)
+
+
+@pytest.mark.parametrize("words", [2000, 200_000])
+def test_another_order_of_a_dictionary_is_other_data(words: int, tmp_path: Path) -> None:
+    """In front of a dictionary, and of large record batches, all headers are the same."""
+    rng = np.random.default_rng(1)
+    numbers, values = pa.array(rng.integers(0, words, 300_000), pa.int32()), [f"{i:06d}" for i in range(words)]
+    states = []
+    for name in ("first", "same", "changed"):
+        if name == "changed":
+            values[words // 5 : words // 4] = rng.permutation(values[words // 5 : words // 4]).tolist()
+        rows = pa.table({"word": pa.DictionaryArray.from_arrays(numbers, values)})
+        write_arrow(tmp_path / f"{name}.arrow", rows, 100_000)
+        states.append(midepoch.from_files(tmp_path / f"{name}.arrow").loader(10).state_dict())
+    assert states[0] == states[1] != states[2]
 
 
 @pytest.mark.parametrize("size", [0, 1, BEGINNING, BEGINNING + 1, 3 << 20, 1 << 50])

@@ -38,7 +38,7 @@ from midepoch.sources.arrow_messages import (
     read_footer,
     whole_message,
 )
-from midepoch.sources.fingerprints import sample_buffers
+from midepoch.sources.fingerprints import sample, sample_bodies, sample_buffers
 from midepoch.storage.damage import DamageError, unreadable
 
 _log = logging.getLogger("midepoch")
@@ -74,6 +74,7 @@ class _Scanning:
         self._sizes = [size for column in schema for size in _item_counts(column.type)]
         self._columns = [i for i, path in enumerate(self._paths) if len(path) == 1]
         self._messages: list[Message] = []
+        self._dictionaries: list[Message] = []
         self._versions: dict[int, list[list[int]]] = {}
 
     def check(self, message: Message) -> None:
@@ -91,6 +92,7 @@ class _Scanning:
                 versions[-1].append(at)
             else:
                 versions.append([at])
+            self._dictionaries.append(message)
         elif message.kind == RECORD_BATCH and message.rows:
             self.scan.offsets.append(at)
             self.scan.rows.append(message.rows)
@@ -102,9 +104,11 @@ class _Scanning:
                     self.scan.nullable.add(path)
             self._messages.append(message)
 
-    def finish(self, read: Read, digest: hashlib.blake2b, length: int) -> FileScan:
+    def finish(self, read: Read, digest: hashlib.blake2b, start: int, length: int) -> FileScan:
         """Return the scan. ``digest`` covers the headers, and thereby the length of every buffer."""
         digest.update(f"{length}".encode())
+        sample(digest, read, start, length)
+        sample_bodies(digest, read, self._dictionaries)
         sample_buffers(digest, read, self._messages)
         self.scan.fingerprint = digest.hexdigest()
         self.scan.dictionaries = tuple(tuple(map(tuple, versions)) for versions in self._versions.values())
@@ -194,7 +198,7 @@ def _listed(path: str, read: Read, size: int, footer: FileFooter, skip_damage: b
             scanning.add(at, messages[at])
     if list(footer.batches) != sorted(footer.batches):
         digest.update(repr(footer.batches).encode())
-    return scanning.finish(read, digest, end - _FILE_START)
+    return scanning.finish(read, digest, _FILE_START, end - _FILE_START)
 
 
 def _schema_end(read: Read, footer: FileFooter) -> int:
@@ -251,7 +255,7 @@ def _followed(path: str, read: Read, size: int, start: int, skip_damage: bool) -
         _log.warning("%s has no end-of-stream marker: it may have been truncated between two record batches", path)
     if scanning is None:
         raise DamageError(f"{path}: no Arrow schema found in {size} bytes: the file is empty or not Arrow IPC.")
-    return scanning.finish(read, digest, at - start)
+    return scanning.finish(read, digest, start, at - start)
 
 
 def _ends_stream(head: Bytes, at: int, size: int) -> bool:

@@ -4,7 +4,8 @@ A fingerprint covers what describes the rows (footers, headers, entries of manif
 
 - all contents of text, which the index reads completely, and of other files of up to 256 KiB
 - otherwise 16 pieces of 16 KiB, evenly spaced from the first byte to the last
-- of Arrow files: every header, and three pieces of each buffer of up to 64 record batches, which covers every column
+- of Arrow files also: every header, three pieces of each buffer of up to 64 record batches, which covers every
+  column, and pieces of up to 64 dictionaries
 - of tar archives: both ends of every file in them
 - of shards that their manifest calls compressed: the first 256 KiB, because the plain and the compressed file are the
   same data, and only the beginning of both is cheap to read
@@ -34,12 +35,17 @@ _OF_BUFFER = 256
 def fingerprint(about: bytes, read: Read, size: int) -> str:
     """Return the fingerprint of contents of ``size`` bytes. ``about`` describes how they are read."""
     digest = hashlib.blake2b(f"{size} {len(about)} ".encode() + about, digest_size=16)
-    if size <= BEGINNING:
-        digest.update(read(size, 0))
-        return digest.hexdigest()
-    for start in spaced(size - _PIECE):
-        digest.update(read(_PIECE, start))
+    sample(digest, read, 0, size)
     return digest.hexdigest()
+
+
+def sample(digest: hashlib.blake2b, read: Read, start: int, size: int) -> None:
+    """Hash contents of ``size`` bytes: all of them, or pieces."""
+    if size <= BEGINNING:
+        digest.update(read(size, start))
+        return
+    for place in spaced(size - _PIECE):
+        digest.update(read(_PIECE, start + place))
 
 
 def spaced(last: int) -> list[int]:
@@ -52,8 +58,7 @@ def sample_buffers(digest: hashlib.blake2b, read: Read, batches: Sequence[Messag
 
     More would cost minutes of random reads for a large file.
     """
-    step = max(1, -(-len(batches) // _BLOCKS))
-    for message in [*batches[::step], *batches[-1:]]:
+    for message in _some(batches):
         for offset, length in message.buffers:
             first, last = message.body + offset, message.body + offset + length
             if length <= 3 * _OF_BUFFER:
@@ -61,3 +66,14 @@ def sample_buffers(digest: hashlib.blake2b, read: Read, batches: Sequence[Messag
                 continue
             for at in (first, first + length // 2, last - _OF_BUFFER):
                 digest.update(read(_OF_BUFFER, at))
+
+
+def sample_bodies(digest: hashlib.blake2b, read: Read, dictionaries: Sequence[Message]) -> None:
+    """Hash the contents of up to 64 dictionaries, or pieces of them."""
+    for message in _some(dictionaries):
+        sample(digest, read, message.body, message.end - message.body)
+
+
+def _some(messages: Sequence[Message]) -> list[Message]:
+    step = max(1, -(-len(messages) // _BLOCKS))
+    return [*messages[::step], *messages[-1:]]
