@@ -107,6 +107,17 @@ def test_other_delimiters_are_other_data(tmp_path: Path) -> None:
         found[2].shuffle(seed=1).loader(1).load_state_dict(loader.state_dict())
 
 
+def test_a_delimiter_counts_and_not_the_name_that_implies_it(tmp_path: Path) -> None:
+    for name in ("a.csv", "a.tsv"):
+        (tmp_path / name).write_text("a\tb,c\n1\t2,3\n")
+    files = [("a.csv", None), ("a.tsv", ","), ("a.tsv", None), ("a.csv", "\t")]
+    found = [midepoch.from_files(tmp_path / name, delimiter=each) for name, each in files]
+    commas, tabs = {"a\tb": "1\t2", "c": 3}, {"a": 1, "b,c": "2,3"}
+    assert [ds[0] for ds in found] == [commas, commas, tabs, tabs]
+    first, renamed, other, same = (ds.pipeline.source.fingerprint for ds in found)
+    assert first == renamed != other == same
+
+
 @pytest.mark.parametrize("delimiter", ["", ";;", "é", '"', "\n", "\r", "\0", 59])
 def test_a_delimiter_is_one_character(delimiter: Any, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="delimiter must be one ASCII character, and no quote or line end, got"):
