@@ -89,6 +89,15 @@ def test_folders_of_other_formats_are_refused_by_name(tmp_path: Path, names: tup
     assert len(midepoch.from_files(files)) == len(files)
 
 
+def test_a_glob_reads_files_beside_a_folder_of_another_format(tmp_path: Path) -> None:
+    (tmp_path / "x.zarr").mkdir()
+    for name in ("x.zarr/zarr.json", "a.json"):
+        (tmp_path / name).write_text('{"a": 1}')
+    assert len(midepoch.from_files(tmp_path / "*.json")) == 1
+    with pytest.raises(FormatError, match=r"contains .*x\.zarr, a Zarr store"):
+        midepoch.from_files(tmp_path / "**/*.json")
+
+
 @pytest.mark.parametrize("place", ["file", "folder", "glob", "working directory", "saved", "cache_dir"])
 def test_a_name_that_is_not_utf8_is_refused(place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / os.fsdecode(b"caf\xe9")

@@ -202,8 +202,8 @@ def _expanded(store: Store, path: str, given: str, wanted: str | None) -> Expand
         base = path[: glob.start()].rpartition("/")[0]
         matches = re.compile(re.escape(folder) + translated(path[len(folder) :])).fullmatch
         all_files = below(store, base or "/")
-        refuse_tables(store, base, [each.path for each in all_files])
         found = [each for each in all_visible(all_files, base) if matches(each.path)]
+        refuse_tables(store, base, [each.path for each in all_files], [each.path for each in found])
         if wanted in OF_TOKENS:  # without files written beside them, unless no name matches
             found = [each for each in found if format_of(each.path, wanted)] or found
         if not found:

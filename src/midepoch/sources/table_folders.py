@@ -19,6 +19,7 @@ _MARKS = (
         "from_iceberg",
     ),
 )
+_SHARDS = re.compile(r"(.*?)/[^/]+\.(?:tfrecord|array_record)-\d{5}-of-\d{5}")
 _OTHERS = (
     (
         re.compile(r"(.*?)/(?:zarr\.json|\.zarray|\.zgroup)"),
@@ -27,7 +28,7 @@ _OTHERS = (
     ),
     (re.compile(r"(.*?)/\.hoodie/hoodie\.properties"), "a Hudi table", "Write a snapshot of it as Parquet files"),
     (
-        re.compile(r"(.*?)/(?:dataset_info|features)\.json"),
+        _SHARDS,
         "a TensorFlow dataset",
         "Open it with tfds.data_source, and pass that to midepoch.from_map_style",
     ),
@@ -37,9 +38,11 @@ _SIGNS = re.compile(r"/zarr\.json$|/\.z(?:array|group)$|/\.hoodie/|_?record-\d{5
 _VERSION = re.compile(r"\d{20}\.")
 
 
-def refuse_tables(store: Store, folder: str, paths: Sequence[str]) -> None:
+def refuse_tables(store: Store, folder: str, paths: Sequence[str], chosen: Sequence[str] | None = None) -> None:
     """Raise FormatError if a folder is a table, contains one or is part of one: its files may hold deleted rows. So do
     Hudi tables; the JSON files of Zarr stores and TensorFlow datasets only describe the data.
+
+    ``chosen``: the paths that match a glob. Other formats are refused only if some of these are in their folders.
     """
     refuse_part(store, folder.rstrip("/"))
     names = "\n".join(paths)
@@ -55,7 +58,12 @@ def refuse_tables(store: Store, folder: str, paths: Sequence[str]) -> None:
             opened = store.name(max(marks) if noun.startswith("I") else root)
             raise _refusal(f"{store.name(folder)} {which} {noun}", function, opened)
     for pattern, noun, remedy in _OTHERS if _SIGNS.search(names) else ():
-        if roots := {match[1] for path in paths if (match := pattern.fullmatch(path)) is not None}:
+        roots = {match[1] for path in paths if (match := pattern.fullmatch(path)) is not None}
+        if pattern is _SHARDS:  # without such files, nothing would be read
+            roots &= {path.rpartition("/")[0] for path in paths if path.endswith(".json")}
+        if chosen is not None:
+            roots &= {path[: slash.start()] for path in chosen for slash in re.finditer("/", path)}
+        if roots:
             root = min(roots)
             which = "is" if root == folder.rstrip("/") else f"contains {store.name(root)},"
             raise FormatError(
