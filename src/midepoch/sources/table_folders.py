@@ -34,7 +34,7 @@ _OTHERS = (
     ),
 )
 """Formats that cannot be read, in folders with files (JSON, Parquet) that can be, but are not the data."""
-_SIGNS = re.compile(r"/zarr\.json$|/\.z(?:array|group)$|/\.hoodie/|_?record-\d{5}-of-\d{5}$", re.MULTILINE)
+_SIGNS = re.compile(r"/zarr\.json$|/\.z(?:array|group)$|/\.hoodie/|-of-\d{5}$", re.MULTILINE)
 _VERSION = re.compile(r"\d{20}\.")
 
 

@@ -112,7 +112,7 @@ class Hub:
     """
 
     def __init__(self, endpoint: str, token: str | bool | None, offline: bool | None = None) -> None:
-        try:  # all that is used: a fork while another thread imports it would wait for that import forever
+        try:  # all that is used: a fork while another thread imports it would wait for that import indefinitely
             from huggingface_hub import constants, errors, set_client_factory, utils  # noqa: F401  # as said above
         except ImportError:
             raise MidepochError(
