@@ -483,3 +483,20 @@ def test_rows_that_are_excluded_after_a_resume_with_larger_batches_drop_nothing(
     assert run.exact and run.epochs[0].never == 0, run.epochs
     assert run.epochs[0].once + run.epochs[0].excluded + run.epochs[0].dropped == 48
     assert len(run.epochs) == 1
+
+
+def test_steps_that_are_excluded_after_a_resume_with_larger_batches_prove_what_was_dropped(tmp_path: Path) -> None:
+    """They are steps of the next epoch, since what is left of this one is too few for a batch."""
+
+    def start(attempt: str, size: int, state: Any = None) -> midepoch.Loader:
+        loader = data(0, 48).loader(size, last_batch="drop", audit=Ledger(tmp_path, attempt=attempt))
+        return loader if state is None else loader.load_state_dict(state) or loader
+
+    first = start("1", 2)
+    assert len(list(islice(first, 18))) == 18
+    second = start("2", 16, first.state_dict())
+    second.exclude(steps=[20])
+    last = start("3", 4, second.state_dict())
+    assert len(list(islice(last, 3))) == 3
+    run = read_run(tmp_path)
+    assert run.exact and run.epochs[0].dropped == 12 and not run.epochs[0].never, run.epochs
