@@ -294,6 +294,10 @@ class Run:
 
         A resume with larger batches than the rest of the epoch drops the rest, in a pass of the next epoch.
         """
+        # A start with larger batches had none left, and may have gone to the next epoch by an edit, without a batch.
+        starts = (one for one in self._all if over and one.is_load and one.shape.epoch == epoch and not one.in_lanes)
+        if any(one.shape.batching.ends == "drop" and not self.plan_of(one).has(0) for one in starts):
+            return left
         here = units.records[-1:]
         after = [one for other, of in sorted(self._units.items()) if other > epoch for one in of.records][:1]
         for one in (*here, *after):
@@ -306,10 +310,7 @@ class Run:
                     return len(tail.minus(seen))
             elif 0 < left < _enough(one):
                 return left
-        # A start with larger batches had none left, and may have gone to the next epoch by an edit, without a batch.
-        starts = (one for one in self._all if over and one.is_load and one.shape.epoch == epoch and not one.in_lanes)
-        without = any(one.shape.batching.ends == "drop" and not self.plan_of(one).has(0) for one in starts)
-        return left if without else 0
+        return 0
 
     @staticmethod
     def _first_missing(units: EpochUnits, rows: int, missing: int) -> tuple[int, ...]:
