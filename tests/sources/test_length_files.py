@@ -87,8 +87,8 @@ def test_file_rewritten_in_place_with_other_lengths(tmp_path: Path, restore_time
     """The fingerprint samples the offsets: here it is the same for both contents."""
     first = np.full(20_000, 50, np.int64)
     second = first.copy()
-    second[3_000:3_100] += 1
-    second[3_100:3_200] -= 1  # the offsets change only here, between two samples
+    second[6_000:6_100] += 1
+    second[6_100:6_200] -= 1  # the offsets change only here, between two samples
     path, folder = tmp_path / "a.arrow", tmp_path / "ix"
 
     def write(lengths: np.ndarray[Any, Any]) -> None:
