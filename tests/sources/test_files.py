@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
 import zipfile
 from pathlib import Path
 
@@ -167,6 +168,22 @@ def test_a_format_that_is_not_read_is_named_with_the_way_to_its_rows(name: str, 
         midepoch.from_files(tmp_path / "data")
     with pytest.raises(ValueError, match=NOT_READ[name]):
         midepoch.from_files(tmp_path / "data", format=name.split(".")[1].partition("-")[0])
+
+
+@pytest.mark.parametrize("name", [name for name in NOT_READ if "-0" not in name])  # TensorFlow datasets are refused
+def test_files_that_are_not_read_are_named_beside_others(
+    name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A file that describes them is not silently the data."""
+    (tmp_path / "info.json").write_text('{"a": 1}')
+    (tmp_path / name).write_bytes(b"a record of some kind")
+    for _ in range(2):  # also with the index of the first time
+        caplog.clear()
+        assert len(midepoch.from_files(tmp_path)) == 1
+        assert re.search(f"read as 1 files like info.json. {NOT_READ[name]}", caplog.text)
+    caplog.clear()
+    midepoch.from_files(tmp_path, format="json")
+    assert not caplog.text
 
 
 def test_the_ways_to_rows_of_formats_that_are_not_read(tmp_path: Path) -> None:

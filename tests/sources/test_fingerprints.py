@@ -148,3 +148,24 @@ def test_contents_of_any_size_take_few_reads_that_reach_both_ends(size: int) -> 
     assert reads == sorted(reads) and (reads[0][0], reads[-1][1]) == (0, size)
     longest = max((b[0] - a[1] for a, b in pairwise(reads)), default=0)
     assert longest <= size / 15
+
+
+def test_a_damaged_image_of_200_is_noticed(tmp_path: Path) -> None:
+    write_images(tmp_path, list(range(ROWS)))
+    state = midepoch.from_files(tmp_path).loader(10).state_dict()
+    for number in (0, 17, 101, 199):
+        path = tmp_path / f"{number:05d}.bmp"
+        intact = path.read_bytes()
+        path.write_bytes(intact[:-3] + bytes([intact[-3] ^ 4]) + intact[-2:])
+        with pytest.raises(CheckpointMismatchError, match="data"):
+            midepoch.from_files(tmp_path, force_reindex=True).loader(10).load_state_dict(state)
+        path.write_bytes(intact)
+
+
+def test_the_same_bytes_in_another_syntax_are_other_data(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"a": 1}\n{"a": 2}\n')
+    for syntax, other in [("jsonl", "text"), ("text", "csv"), ("csv", "jsonl")]:
+        state = midepoch.from_files(path, format=syntax).loader(1).state_dict()
+        with pytest.raises(CheckpointMismatchError, match="data"):
+            midepoch.from_files(path, format=other).loader(1).load_state_dict(state)

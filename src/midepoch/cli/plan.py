@@ -326,8 +326,6 @@ def plan(
     if schedule is not None:
         if checkpoint is not None:
             raise ValueError("--checkpoint and --schedule cannot be used together. Use one of them.")
-        from midepoch.cli.plan import plan_file
-
         plan_file(schedule, source, storage, as_json, column, tokenizer, ranks=ranks, eos=eos, seed=seed)
         return
     if checkpoint is None or world_size is None:

@@ -272,7 +272,7 @@ def _refuse_data_folder(folder: Path, spec: PipelineSpec) -> None:
     """Raise ValueError if a ledger would be kept beside the files of the data."""
     place = os.path.abspath(folder)
     for leaf in spec.node.leaves:
-        paths = leaf.source.files.paths
+        paths = [path for path in leaf.source.files.paths if path.startswith(place)]
         if any(place == (path if leaf.source.is_folder else os.path.dirname(path)) for path in paths):
             raise ValueError(
                 f"audit={str(folder)!r} is the folder of the data, and the ledger would be written beside its files. "

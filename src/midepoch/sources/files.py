@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 from collections.abc import Generator, Iterable, Mapping
@@ -51,6 +52,7 @@ from midepoch.storage.open_files import Entry
 from midepoch.storage.stores import Retry, Store
 
 PathLike = str | os.PathLike[str]
+_log = logging.getLogger("midepoch")
 _FEW = 16
 """Maximum number of paths that are requested one by one. For more, their folders are listed."""
 
@@ -244,6 +246,10 @@ def _chosen(store: Store, path: str, visible: list[Entry], wanted: str | None) -
             f"no {wanted or 'data'} files in {name}: {contents}."
             f"{other_reader([each.path for each in visible]) or ' Check the path.'}"
         )
+    unread = not_read([each.path for each, named in zip(visible, formats, strict=True) if named is None])
+    if wanted is None and unread is not None:
+        warned = True
+        _log.warning("%s is read as %d files like %s. %s", name, len(typed), os.path.basename(typed[0].path), unread)
     kinds = set(formats) - {None}
     return Expanded(path, typed, kind or (kinds.pop() if len(kinds) == 1 else None), warned)
 

@@ -2,14 +2,15 @@
 
 A fingerprint covers what describes the rows (footers, headers, entries of manifests), the size, and contents:
 
-- all contents of text, which the index reads completely, and of other files of up to 256 KiB
+- all contents of text, which the index reads completely, and its syntax
+- all contents of other files of up to 256 KiB
 - otherwise 16 pieces of 16 KiB, evenly spaced from the first byte to the last
 - of Arrow files also: every header, three pieces of each buffer of up to 64 record batches, which covers every
   column, and pieces of up to 64 dictionaries
 - of tar archives: both ends of every file in them
 - of shards that their manifest calls compressed: the first 256 KiB, because the plain and the compressed file are the
   same data, and only the beginning of both is cheap to read
-- of folders of media: the names and sizes of all files, and the fingerprints of 16 of them, evenly spaced
+- of folders of media: the names and sizes of all files, and the fingerprints of 256 of them, evenly spaced
 
 The pieces of a file take at most 16 reads and 256 KiB, whatever its size. A change between them that keeps all sizes is
 not detected.
@@ -48,9 +49,9 @@ def sample(digest: hashlib.blake2b, read: Read, start: int, size: int) -> None:
         digest.update(read(_PIECE, start + place))
 
 
-def spaced(last: int) -> list[int]:
-    """Return up to 16 different numbers, evenly spaced from 0 to ``last``."""
-    return list(dict.fromkeys(number * last // (_PIECES - 1) for number in range(_PIECES)))
+def spaced(last: int, count: int = _PIECES) -> list[int]:
+    """Return up to ``count`` different numbers, evenly spaced from 0 to ``last``."""
+    return list(dict.fromkeys(number * last // (count - 1) for number in range(count)))
 
 
 def sample_buffers(digest: hashlib.blake2b, read: Read, batches: Sequence[Message]) -> None:

@@ -79,7 +79,7 @@ Int64Array = npt.NDArray[np.int64]
 F = TypeVar("F")
 S = TypeVar("S", bound="_HasDamage")
 
-VERSION = 8
+VERSION = 9
 """Increase it when the layout of an index or of the footers of a format changes, or the rule of fingerprints: older
 indexes are built again.
 """

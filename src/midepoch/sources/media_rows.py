@@ -27,6 +27,7 @@ from midepoch.sources.fingerprints import fingerprint, spaced
 from midepoch.sources.folders import Listing, is_metadata
 from midepoch.sources.formats import Block, Scanned, format_named
 from midepoch.sources.formats.media import FILE, LOCATED, SKIP
+from midepoch.sources.index import for_all
 from midepoch.sources.schemas import unified
 from midepoch.storage.open_files import Entry
 from midepoch.storage.stores import Store
@@ -34,6 +35,8 @@ from midepoch.storage.stores import Store
 _log = logging.getLogger("midepoch")
 _NAMED = 10
 """Maximum number of missing files that are named in the log."""
+_SAMPLED = 256
+"""Maximum number of files of which contents are part of the fingerprint."""
 _FORMATS = {".csv": "csv", ".jsonl": "jsonl", ".parquet": "parquet"}
 
 
@@ -228,8 +231,6 @@ def scan_media(store: Store, listing: Listing, kind: str, *, skip_damage: bool) 
     """Return the blocks of a listing: a row for each row of its metadata, otherwise for each file."""
     described = [entry for entry in listing.files if is_metadata(entry.path)]
     if described:
-        from midepoch.sources.media_rows import described_rows
-
         rows = described_rows(store, listing, described, kind, skip_damage=skip_damage)
     else:
         rows = _labelled(store, listing, kind, skip_damage)
@@ -270,11 +271,16 @@ def hash_files(digest: Any, store: Store, files: Sequence[Entry], names: Sequenc
     """Add the names and sizes of files to a hash, and the fingerprints of some of them."""
     rows = [f"{name}\0{entry.size}\0" for name, entry in zip(names, files, strict=True)]
     digest.update("".join(rows).encode())
-    for entry in [files[number] for number in spaced(len(files) - 1)] if files else ():
-        digest.update(store.persist(entry.path, "indexed", partial(_sampled, store, entry, skip_damage)).encode())
+    some = [files[number] for number in spaced(len(files) - 1, _SAMPLED)] if files else []
+    for found in for_all(partial(_sampled, store, skip_damage), some, lambda _: None):
+        digest.update(found.encode())
 
 
-def _sampled(store: Store, entry: Entry, skip_damage: bool) -> str:
+def _sampled(store: Store, skip_damage: bool, entry: Entry) -> str:
+    return store.persist(entry.path, "indexed", partial(_contents, store, entry, skip_damage))
+
+
+def _contents(store: Store, entry: Entry, skip_damage: bool) -> str:
     try:
         with store.open(entry) as file:
             return fingerprint(b"", file.read_at, file.size)

@@ -49,8 +49,6 @@ class CsvFormat(NoStatistics):
                 "Rename them in the file."
             )
         found = scan_lines(store, entry, _CsvRows(names, delimiter), start=start, skip_damage=skip_damage)
-        if delimiter != ",":  # the same bytes are other rows
-            found.fingerprint += f"-{ord(delimiter)}"
         if not len(found.schema):
             found.schema = pa.schema([(name, pa.null()) for name in names])
         found.footer = json.dumps({"names": names, **json.loads(found.footer or b'{"broken": []}')}).encode()
@@ -70,6 +68,7 @@ class _CsvRows:
 
     def __init__(self, names: list[str], delimiter: str) -> None:
         self._names, self._delimiter, self.delimiter = names, delimiter, delimiter.encode()
+        self.name = f"csv:{ord(delimiter)}"
 
     def ends(self, data: bytes) -> Int64Array:
         return row_ends(data, self.delimiter)
@@ -170,7 +169,7 @@ class TextFormat(NoStatistics):
 class _TextLines:
     """Implementation of ``lines.Dialect`` for plain text in UTF-8."""
 
-    delimiter = None
+    name, delimiter = "text", None
 
     def ends(self, data: bytes) -> Int64Array:
         values = np.frombuffer(data, np.uint8)

@@ -75,7 +75,7 @@ def _beginning(store: Store, entry: Entry) -> tuple[int, bytes]:
 class _JsonLines:
     """Implementation of ``lines.Dialect`` for JSON lines. Checks that text is UTF-8, which pyarrow does not."""
 
-    delimiter = None
+    name, delimiter = "json", None
 
     def ends(self, data: bytes) -> Int64Array:
         return row_ends(data, None)
