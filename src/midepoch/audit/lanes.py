@@ -90,7 +90,12 @@ class LaneRecorder:
         pending = self.pending
         if not pending:
             return False
-        return len(pending) >= _MOST_PENDING or any(map(_differ, pending[0].marks, places.marks))
+        if len(pending) >= _MOST_PENDING:
+            return True
+        for mark, other in zip(pending[0].marks, places.marks, strict=True):  # for every step: half the time of any(…)
+            if not (isinstance(mark, tuple) and isinstance(other, tuple) and mark[0] is other[0]):
+                return True
+        return False
 
     def record(self) -> tuple[bytes, list[Values | None]]:
         """Return the bytes to write for all pending steps, and what the next ones are compared with.
@@ -127,10 +132,6 @@ def _text(befores: list[Values | None], lane: int, at: At) -> str:
     if before is None or len(before[0]) != len(values) or before[1] != shape:
         return "=" + json.dumps(nested(at), separators=(",", ":"))
     return ",".join([str(a - b) if a != b else "" for a, b in zip(values, before[0], strict=True)])
-
-
-def _differ(mark: Any, other: Any) -> bool:
-    return not (isinstance(mark, tuple) and isinstance(other, tuple) and mark[0] is other[0])
 
 
 _MOST_PENDING = 256

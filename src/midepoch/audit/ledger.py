@@ -111,6 +111,16 @@ def attempt_name(shard: Shard) -> str:
     )
 
 
+class _Process:
+    """The number of this process. Asking the system for it takes 0.2 µs, a fourth of the record of a step."""
+
+    def __init__(self) -> None:
+        self.number = os.getpid()
+
+
+_process = _Process()
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_process.__init__)  # type: ignore[misc]
 _births: dict[int, str] = {}
 
 
@@ -309,7 +319,8 @@ class Ledger:
         self.undo = (end, len(lanes.pending))
         self._how, self._origin = "on", at
         pages = self._pages
-        if pages is not None and not (due or skipped or self._beside) and end + 1 < self._room and self._here():
+        is_plain = pages is not None and self._owner == _process.number
+        if is_plain and not (due or skipped or self._beside) and end + 1 < self._room:
             pages[end] = _STEP  # most steps
             self.end = end + 1
             if places is not None:
@@ -333,10 +344,6 @@ class Ledger:
             if is_mark and now - self._synced >= _MARK_SECONDS:
                 self.sync()
                 self._synced = now
-
-    def _here(self) -> bool:
-        """Return True in the process that opened the file, and False in its forks."""
-        return self._owner == os.getpid()
 
     def _see(self, now: float) -> None:
         """Write the time of the last step into the line of JSON."""
