@@ -319,8 +319,8 @@ class Ledger:
         self.undo = (end, len(lanes.pending))
         self._how, self._origin = "on", at
         pages = self._pages
-        is_plain = pages is not None and self._owner == _process.number
-        if is_plain and not (due or skipped or self._beside) and end + 1 < self._room:
+        is_plain = not (due or skipped or self._beside) and self._owner == _process.number
+        if pages is not None and is_plain and end + 1 < self._room:
             pages[end] = _STEP  # most steps
             self.end = end + 1
             if places is not None:

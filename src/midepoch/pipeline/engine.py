@@ -20,6 +20,7 @@ from midepoch.order import BlockUses, EpochOrder
 from midepoch.pipeline.leaf import Leaf
 from midepoch.read import MIN_RUN, Reader, ReadRows
 from midepoch.read.columns import Located, is_plain
+from midepoch.read.fetched import threads_here
 from midepoch.sources.dictionaries import taken
 from midepoch.transforms import (
     Batch,
@@ -48,8 +49,8 @@ class Engine:
     """Runs a leaf: ``read`` and ``transform`` are the two halves of f(pipeline, position).
 
     One thread may run each at a time. ``shared``: other processes of this machine run the same pipeline. ``readers``:
-    minimum number of decoding threads. ``drawing``: in a worker thread, the functions that draw from torch's global
-    generator.
+    least number of decoding threads; without other processes there are more, by the cores of the machine.
+    ``drawing``: in a worker thread, the functions that draw from torch's global generator.
     """
 
     def __init__(
@@ -65,7 +66,8 @@ class Engine:
         self.timings = Timings() if timings is None else timings
         self.skipped = 0
         """Rows skipped so far under ``on_error="skip"``."""
-        self._sharers, self._readers = max(leaf.shard.count, 2 if shared else 1), readers
+        self._sharers = max(leaf.shard.count, 2 if shared else 1)
+        self._readers = max(readers, 0 if shared else threads_here(leaf.shard.count))
         self._reader: Reader | None = None
         self._inherited: Reader | None = None
         self._narrow: Engine | None = None

@@ -406,6 +406,9 @@ class KeptBlocks:
             self._keep(block, one_batch(make()))
             return True
 
+    def has(self, block: int) -> bool:
+        return block in self._blocks
+
     def check(self, blocks: Iterable[int]) -> None:
         """Do nothing: no other process can write to this memory."""
 

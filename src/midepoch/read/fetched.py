@@ -8,14 +8,14 @@ import os
 import threading
 import time
 import weakref
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from midepoch._internal.processes import join
+from midepoch._internal.processes import cores, join
 from midepoch._internal.progress import Timings
 from midepoch.order.epoch import BlockUses
 from midepoch.read.cache import BlockCache, KeptBlocks, bytes_of
@@ -25,11 +25,12 @@ from midepoch.sources import Source
 Int64Array = npt.NDArray[np.int64]
 _log = logging.getLogger("midepoch")
 _THREADS_LOCAL, _THREADS_REMOTE = 2, 4
+_MOST_THREADS = 8
 _AHEAD_SHARE = 0.7  # of the cache, for blocks in use and prefetched ones
 _LEAST_AHEAD = 2
 _KEPT_SHARE = 0.75  # of the cache; the rest is for blocks that are being decoded
-_DECODING_BYTES = 96 << 20
-"""Decoded size of the blocks that are decoded concurrently. Decoding takes several times as much memory."""
+_DECODING_BYTES = 48 << 20
+"""Decoded size of the blocks that are decoded concurrently, for each thread. Decoding takes several times as much."""
 _LARGE = 16 << 20
 CHECK_SECONDS = 1.0
 _AHEAD_BYTES = 256 << 20
@@ -61,9 +62,10 @@ class FetchedBlocks:
             self._cache = BlockCache(spec, key, self._plan.next_use)
         else:
             self._cache = KeptBlocks(self._limit, self._plan.next_use)
-        self._gate = threading.BoundedSemaphore(max(1, int(_DECODING_BYTES // max(1.0, self._plan.block_bytes))))
-        least = _THREADS_LOCAL if source.access.store.local else _THREADS_REMOTE
-        self._ahead = _Ahead(self._cache, self._make, max(least, threads))
+        threads = max(threads, _THREADS_LOCAL if source.access.store.local else _THREADS_REMOTE)
+        decoding = max(_THREADS_LOCAL, min(threads, cores())) * _DECODING_BYTES
+        self._gate = threading.BoundedSemaphore(max(1, int(decoding // max(1.0, self._plan.block_bytes))))
+        self._ahead = _Ahead(self._cache, self._make, threads)
         self._close = weakref.finalize(self, self._ahead.close)
 
     def _make(self, block: int) -> pa.Table:
@@ -133,6 +135,12 @@ class FetchedBlocks:
                 self._held.remove(block)
                 dropped.append(block)
         return dropped
+
+
+def threads_here(ranks: int) -> int:
+    """Return the number of threads for decoding, of a process that shares the cores of its machine with other ranks."""
+    local = os.environ.get("LOCAL_WORLD_SIZE", "")
+    return min(_MOST_THREADS, cores() // max(1, min(ranks, int(local) if local.isdecimal() else ranks)))
 
 
 def _key(source: Source, columns: Sequence[str]) -> str:
@@ -222,49 +230,60 @@ class _Plan:
 
 
 class _Ahead:
-    """Threads that prefetch blocks. They reference the cache and the plan, never the reader."""
+    """Threads that prefetch blocks, started when there are blocks for them. They never reference the reader."""
 
     def __init__(self, cache: BlockCache | KeptBlocks, make: Callable[[int], pa.Table], threads: int) -> None:
-        self._cache, self._count = cache, threads
+        self._cache, self._most = cache, threads
         self._make = weakref.WeakMethod(make)
-        self._moved = threading.Condition()
-        self._requests = 0  # number of ``wake`` calls: a thread handles all calls since its last look together
-        self._wanted: Callable[[], Sequence[int]] = list
+        self._changed = threading.Condition()
+        self._wanted: Callable[[], Sequence[int]] | None = None
+        self._blocks: deque[int] = deque()
         self._threads: list[threading.Thread] = []
         self._stop, self._process = False, os.getpid()
         self._failed: set[int] = set()
 
     def wake(self, wanted: Callable[[], Sequence[int]]) -> None:
         """Fetch these blocks in this order, and drop earlier requests."""
-        if not self._threads:
-            self._threads = [
-                threading.Thread(target=self._run, name=f"midepoch-fetch-{i}", daemon=True) for i in range(self._count)
-            ]
-            for thread in self._threads:
+        with self._changed:
+            self._wanted = wanted
+            self._call_one()
+
+    def _call_one(self) -> None:
+        """Let one more thread look for work. Only those that find some call others: idle ones cost the reader time."""
+        self._changed.notify()
+        if len(self._threads) < self._most and not self._stop and (self._blocks or not self._threads):
+            name = f"midepoch-fetch-{len(self._threads)}"
+            thread = threading.Thread(target=self._run, name=name, daemon=True)
+            try:
                 thread.start()
-        with self._moved:
-            self._requests, self._wanted = self._requests + 1, wanted
-            self._moved.notify_all()
+            except RuntimeError:  # no room for another, or the process exits
+                if not self._threads:
+                    raise
+            else:
+                self._threads.append(thread)
 
     def _run(self) -> None:
-        handled = 0
-        while True:
-            with self._moved:
-                while self._requests == handled and not self._stop:
-                    self._moved.wait()
-                handled, wanted = self._requests, self._wanted
-            if self._over():
+        while (block := self._next()) is not None:
+            if not self._fetch(block):
                 return
-            for block in wanted():
-                if self._over():
-                    return
-                if self._requests != handled:
-                    break
-                if block not in self._failed and not self._fetch(block):
-                    return
 
-    def _over(self) -> bool:
-        return self._stop
+    def _next(self) -> int | None:
+        """Return a block to fetch, once there is one. None at the end."""
+        while True:
+            with self._changed:
+                while self._wanted is None and not self._blocks and not self._stop:
+                    self._changed.wait()
+                if self._stop:
+                    return None
+                wanted, self._wanted = self._wanted, None
+                if wanted is None:
+                    block = self._blocks.popleft()
+                    if self._blocks:
+                        self._call_one()
+                    return block
+            blocks = deque(each for each in wanted() if each not in self._failed and not self._cache.has(each))
+            with self._changed:
+                self._blocks = blocks
 
     def _fetch(self, block: int) -> bool:
         """Fetch one block. Return False if the reader no longer exists."""
@@ -281,7 +300,7 @@ class _Ahead:
     def close(self) -> None:
         if self._process != os.getpid():
             return  # a fork: the threads do not exist here, and their lock may be held indefinitely
-        with self._moved:
+        with self._changed:
             self._stop = True
-            self._moved.notify_all()
+            self._changed.notify_all()
         join(self._threads)
