@@ -74,6 +74,18 @@ def test_a_large_cache_serves_the_next_run(lake: Path, tmp_path: Path, monkeypat
     assert sorted(fetched) == list(range(BLOCKS))
 
 
+def test_data_that_fits_into_a_window_is_shuffled_as_a_whole(tmp_path: Path) -> None:
+    """Blocks of a few KB, as of many small files: every tenth of the epoch has rows of nearly all of them."""
+    blocks, rows = 150, 40
+    pq.write_table(pa.table({"id": np.arange(blocks * rows)}), tmp_path / "a.parquet", row_group_size=rows)
+    order = np.array(ids(midepoch.from_files(tmp_path).shuffle(seed=1).loader(16)))
+    counts = [np.bincount(tenth // rows, minlength=blocks) for tenth in np.split(order, 10)]
+    assert sorted(order.tolist()) == list(range(blocks * rows))
+    assert min(np.count_nonzero(each) for each in counts) > 0.95 * blocks
+    limited = midepoch.from_files(tmp_path, cache_bytes=20_000, cache_dir=tmp_path / "cache")  # not all of them fit
+    assert 2 <= limited.pipeline.base.source.window_in_cache < 64
+
+
 def test_a_window_larger_than_the_cache_is_still_right(lake: Path, tmp_path: Path) -> None:
     for arguments in ({"cache_bytes": 1}, {"cache_bytes": 1, "cache_dir": tmp_path / "c"}):
         ds = midepoch.from_files(lake, **arguments).take(800).shuffle(seed=1, window=4)  # type: ignore[arg-type]

@@ -45,6 +45,8 @@ _ARRAY_FEATURES = {"Array2D", "Array3D", "Array4D", "Array5D"}
 
 _WINDOW_BYTES = 256 << 20
 _WINDOW_SHARE = 0.35  # of the cache
+_MOST_BLOCKS = 4096
+"""Number of small blocks up to which all rows are shuffled together."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +93,10 @@ class Source:
 
     @property
     def window(self) -> int:
-        """Default number of blocks to shuffle together: those that take 256 MB, if blocks are fetched or decoded."""
+        """Default number of blocks to shuffle together, if blocks are fetched or decoded.
+
+        All of them if they take up to 256 MB, otherwise up to 64 that do.
+        """
         return self._window(_WINDOW_BYTES)
 
     @property
@@ -104,8 +109,9 @@ class Source:
     def _window(self, room: int) -> int:
         if not self.fetched:
             return DEFAULT_WINDOW
-        block = self.rows * self.bytes_per_row / max(1, len(self.layout.block_starts) - 1)
-        return int(min(DEFAULT_WINDOW, max(2, room // max(1.0, block))))
+        blocks = max(1, len(self.layout.block_starts) - 1)
+        most = int(max(2, room // max(1.0, self.rows * self.bytes_per_row / blocks)))
+        return blocks if blocks <= min(most, _MOST_BLOCKS) else min(DEFAULT_WINDOW, most)
 
     @cached_property
     def files(self) -> IndexedFiles:
