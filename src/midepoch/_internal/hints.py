@@ -102,17 +102,22 @@ def explained(
 def no_attribute(owner: str, name: str, names: Iterable[str], hints: Hints) -> AttributeError:
     """Return the error for an attribute that does not exist."""
     hint = "" if name.startswith("_") else hints.get(name) or nearest(name, names, "{}")
-    return AttributeError(f"{owner} has no attribute {name!r}.{' ' if hint else ''}{hint}")
+    return _attribute_error(f"{owner} has no attribute {name!r}.{' ' if hint else ''}{hint}", name)
+
+
+def _attribute_error(text: str, name: str) -> AttributeError:
+    """Return the error. Without an object, Python adds no suggestion of its own to a traceback."""
+    return AttributeError(text, name=name, obj=None)
 
 
 class Elsewhere:
     """Attribute of a class that does not exist there. Reading it raises AttributeError with a hint."""
 
     def __init__(self, owner: str, name: str, hint: str) -> None:
-        self._text = f"{owner} has no attribute {name!r}. {hint}"
+        self._text, self._name = f"{owner} has no attribute {name!r}. {hint}", name
 
     def __get__(self, instance: object, owner: type) -> Any:
-        raise AttributeError(self._text)
+        raise _attribute_error(self._text, self._name)
 
 
 def nearest(name: str, names: Iterable[str], form: str) -> str:

@@ -36,7 +36,14 @@ if TYPE_CHECKING:
     from midepoch.order.schedule import Schedule
 
 
-UNSET: Any = object()
+class _Unset:
+    def __repr__(self) -> str:
+        return "UNSET"
+
+
+UNSET: Any = _Unset()
+_SHOWN = 3
+"""Rows of a dataset that notebooks show."""
 
 
 @hinted_methods(habits.METHODS)
@@ -156,7 +163,9 @@ class Dataset(Reading, Resumable):
     def _repr_html_(self) -> str:
         spec, at, about = self.pipeline, self._iteration.cursor(), self.estimated_len
         shuffle = spec.node.base.order.shuffle if isinstance(spec.node.base, Leaf) else None
-        fields = ", ".join(f"{field.name} ({field.type})" for field in self._schema_before_running)[:2000]
+        fields = ", ".join(
+            f"{field.name} ({self._feature(field.name) or field.type})" for field in self._schema_before_running
+        )[:2000]
         shown = {
             "rows": f"{_count(about, spec.numbered is not None)} in {spec.files_text}",
             "order": shuffle.text if shuffle is not None else None,
@@ -165,7 +174,20 @@ class Dataset(Reading, Resumable):
             "columns": fields,
         }
         share = min(1.0, at.position / about) if about and at.position else None
-        return html.table(type(self).__name__, {name: text for name, text in shown.items() if text}, share)
+        texts = {name: text for name, text in shown.items() if text}
+        return html.table(type(self).__name__, texts, share, html.preview(self._preview()))
+
+    def _preview(self) -> list[dict[str, Any]]:
+        """Return the first rows of the epoch as stored. None if that could take long: by functions, or from a store."""
+        spec = self.pipeline
+        remote = any(leaf.source.access and not leaf.source.access.store.local for leaf in spec.node.leaves)
+        if spec.numbered is None or not len(self) or self._functions or self._has_items or remote:
+            return []
+        try:
+            found: list[dict[str, Any]] = self.with_format("arrow")[: min(_SHOWN, len(self))].to_pylist()
+        except Exception:  # a damaged file is reported when it is read, not when a notebook shows the dataset
+            return []
+        return found
 
     # Steps
 
