@@ -303,3 +303,32 @@ def test_phases_weights_exclusions_and_leases(browser: Any, labelled_files: str,
     for page in pages:
         assert page.page.evaluate("document.scrollingElement.scrollWidth") <= 340
         page.close()
+
+
+def test_a_packed_run_says_what_it_counts_and_fits_any_screen(browser: Any, tmp_path: Path) -> None:
+    """Batches have sequences, the end of the epoch is not known, and no row of tiles has a single one."""
+    tokens = [list(range(1 + n % 50)) for n in range(900)]
+    ds = midepoch.from_dict({"input_ids": tokens}).filter(lambda row: len(row["input_ids"]) > 1).pack(64)
+    for number, _ in enumerate(ds.loader(2, audit=tmp_path / "run")):
+        if number == 30:
+            break
+    found = collect(tmp_path / "run")
+    # The figures of a run of more than a second.
+    found["runs"][0]["now"] |= {"rows_per_second": 800.0, "tokens_per_second": 51_200.0, "waited": 0.1, "packing": 0.99}
+    page = tmp_path / "report.html"
+    page.write_text(render(found))
+    for width in (1280, 390):
+        shown = Page(browser, page.as_uri(), width=width)
+        now, consumed = shown.text("#now"), shown.text("#consumption").replace("not known before its end", "")
+        assert "sequences/s" in now and "sequences in a global batch" in now and "rows/s" not in now
+        assert ("not known before its end" in now) == ("end of the epoch" not in consumed)
+        wide = "e => e.scrollWidth > e.clientWidth"
+        assert not shown.page.evaluate(
+            f"[document.documentElement, ...document.querySelectorAll('.scroll')].some({wide})"
+        )
+        lefts = shown.page.evaluate(
+            "[...document.querySelectorAll('#now .tiles')].map(all => [...all.children].map(one => one.offsetTop))"
+        )
+        rows = [tops.count(top) for tops in lefts for top in set(tops)]
+        assert width == 390 or min(rows) > 1
+        shown.close()

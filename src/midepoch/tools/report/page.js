@@ -45,19 +45,21 @@ function sideBySide() {
     note(found.runs.some(run => run.now.ranks > 1) ? "Of several ranks: the first, times their number." : null));
 }
 
+const unitOf = now => now.packing == null ? "row" : "sequence";  // what a batch has
+
 function dashboard(run) {
   const now = run.now, alive = now.state === "running" || now.state === "quiet", when = alive ? "now" : "at the end";
-  const text = now.progress == null ? `epoch ${now.epoch}: no end` : `epoch ${now.epoch}: ${now.progress_at_least ? "at least " : ""}${percent(now.progress)}` + (now.eta == null ? "" : `, about ${duration(now.eta)} left`);
-  const each = now.batch / now.ranks;
+  const text = now.progress == null ? `epoch ${now.epoch}: its length is not known before its end` : `epoch ${now.epoch}: ${now.progress_at_least ? "at least " : ""}${percent(now.progress)}` + (now.eta == null ? "" : `, about ${duration(now.eta)} left`);
+  const each = now.batch / now.ranks, unit = unitOf(now);
   return section("now", alive ? "Now" : now.state === "finished" ? "At the end" : "When it stopped",
     now.progress == null ? note(text) : progressBar("progress", now.progress, text),
     tiles([
-      now.rows_per_second != null && [`rows/s ${when}`, figure(now.rows_per_second)],
+      now.rows_per_second != null && [`${unit}s/s ${when}`, figure(now.rows_per_second)],
       now.tokens_per_second != null && [`tokens/s ${when}` + (now.tokens_are_padded ? ", with padding" : ""), short(now.tokens_per_second)],
       now.waited != null && [`of the time waiting for data, ${when}`, percent(now.waited), now.waited > .2 ? "mind" : ""],
       now.phase != null && ["phase of the schedule", now.phase],
       now.eta != null && ["to the end of the epoch", duration(now.eta)],
-      now.batch != null && [`row${now.batch === 1 ? "" : "s"} in a global batch` + (now.ranks > 1 ? `, ${figure(each)} of each rank` : ""), number(now.batch)],
+      now.batch != null && [`${unit}${now.batch === 1 ? "" : "s"} in a global batch` + (now.ranks > 1 ? `, ${figure(each)} of each rank` : ""), number(now.batch)],
       ["rank" + (now.ranks === 1 ? "" : "s"), number(now.ranks)],
       now.workers != null && ["worker" + (now.workers === 1 ? "" : "s") + (now.ranks > 1 ? " of each rank" : ""), number(now.workers)],
       now.padding != null && ["of the tokens are padding", percent(now.padding)],
@@ -68,7 +70,7 @@ function dashboard(run) {
     now.missing.length ? el("p", { class: "mind" }, `No record of rank ${now.missing.join(", ")} of ${now.ranks} in this pass.`) : null,
     stages(now), sources(run), now.by_rank.length > 1 ? ranks(now) : null);
 }
-const WORK = { read: "read", map: "map and filter", combine: "mix, pack and group", collate: "collate", transport: "transport from workers", other: "not measured apart" };
+const WORK = { read: "read", map: "functions (map, filter, tokenize …)", combine: "mix, pack and group", collate: "collate", transport: "transport from workers", other: "not measured apart" };
 function stages(now) {
   const list = Object.entries(now.stages), total = list.reduce((sum, [, seconds]) => sum + seconds, 0), width = wide(), node = board("stages-svg", width, 30);
   if (!total) return null;
@@ -108,7 +110,7 @@ function sources(run) {
 }
 function ranks(now) {
   const speeds = now.by_rank.some(one => one.rows_per_second != null);
-  return el("div", { id: "ranks" }, el("h3", {}, "Ranks"), table("rank-table", ["rank", ["state", "text"], ...(speeds ? ["rows/s", "waiting"] : []), "steps", ["last step", "text"], ["machine", "text"]],
+  return el("div", { id: "ranks" }, el("h3", {}, "Ranks"), table("rank-table", ["rank", ["state", "text"], ...(speeds ? [`${unitOf(now)}s/s`, "waiting"] : []), "steps", ["last step", "text"], ["machine", "text"]],
     now.by_rank.map(one => {
       const [shape, words, kind] = stateOf({ ...now, state: one.state }, one.last);
       return [number(one.rank), [`${shape} ${words}`, `text ${kind}`], ...(speeds ? [one.rows_per_second == null ? "" : figure(one.rows_per_second), one.waited == null ? "" : percent(one.waited)] : []),
@@ -133,6 +135,7 @@ function overview(run) {
 function consumption(run) {
   const width = wide(), every = run.epochs.filter(ofEpoch), epochs = every.slice(-60), small = width < 500;
   const node = board("consumption-svg", width, 30 * epochs.length + 20), left = small ? 58 : 70, span = width - left - 10, starts = new Set();
+  const ends = run.now.progress != null || epochs.every(one => one.complete);
   let again = false, wrong = false;
   epochs.forEach((one, k) => {
     const y = 30 * k, x = p => left + (one.rows ? p / one.rows : 0) * span;
@@ -149,7 +152,7 @@ function consumption(run) {
     }
     for (const p of one.exact ? [] : one.examples) { wrong = true; node.append(cross(x(p), y + 11, `position ${number(p)}: lost or repeated`)); }
   });
-  node.append(label(left, 30 * epochs.length + 12, "position 0"), label(width - 10, 30 * epochs.length + 12, "end of the epoch", "end"));
+  node.append(label(left, 30 * epochs.length + 12, "position 0"), label(width - 10, 30 * epochs.length + 12, ends ? "end of the epoch" : "last position so far", "end"));
   const names = { rows: run.unit, never: "lost", pending: "to come", again: "delivered again", once: "delivered once" };
   const keys = ["rows", "once", "never", "repeated", "pending", "filtered", "dropped", "skipped", "excluded", "again", "steps"].filter(key => !["filtered", "dropped", "skipped", "excluded", "again"].includes(key) || epochs.some(one => one[key]));
   const leased = epochs.some(one => one.leases) ? Object.entries({ leased: "leased", acknowledged: "acknowledged", rejected: "of these rejected", out: "still out", returned: "returned" }) : [];
@@ -190,7 +193,7 @@ function speed(run) {
   const points = list.flatMap(one => one.points), seconds = points.reduce((sum, p) => sum + p[3], 0), mean = seconds ? points.reduce((sum, p) => sum + p[2] * p[3], 0) / seconds : null;
   const rows = curves(1), tokens = curves(5), who = list.some(one => one.rank < 0) ? ", all ranks together" : list.some(one => one.ranks > 1) ? ", each rank" : "";
   return section("speed", "Speed, and waiting for data",
-    el("h3", {}, "rows per second" + who), chart("speed-svg", rows, { x: hour, y: short, nothing: "Nothing to draw yet: the first speed is recorded after a second." }),
+    el("h3", {}, `${unitOf(run.now)}s per second` + who), chart("speed-svg", rows, { x: hour, y: short, nothing: "Nothing to draw yet: the first speed is recorded after a second." }),
     tokens.length ? el("h3", {}, "tokens per second" + who + (run.now.tokens_are_padded ? ", with padding" : "")) : null, tokens.length ? chart("tokens-svg", tokens, { x: hour, y: short }) : null,
     el("h3", {}, "share of the time that the model waited for data"), chart("waited-svg", curves(2), { x: hour, y: v => (100 * v).toFixed(v < .1 && v ? 1 : 0) + " %", high: .05 }),
     rows.length > 1 ? legend(list.slice(0, 12).map(one => [name(one), "line", one.start, one.rank < 0 ? "" : dash(one.rank)])) : null,
