@@ -34,7 +34,7 @@ from data import write_arrow
 from midepoch.audit import Ledger, read_run
 from midepoch.checkpoint import PipelineCheckpoint
 from midepoch.cli.app import app
-from midepoch.errors import CheckpointMismatchError, LeaseError, MidepochError
+from midepoch.errors import CheckpointMismatchError, CheckpointSaveError, LeaseError, MidepochError
 from midepoch.loader import leases as lease_module
 from midepoch.loader.leases import Channel, Tracker, acknowledge
 from states import at_row
@@ -568,21 +568,50 @@ def test_checkpoints_hold_the_leases_of_all_ranks(data: str, tmp_path: Path) -> 
     for count, loader in zip((9, 4), ranks, strict=True):
         with loader.lease() as items:
             acked += rows_of(lease.batch for lease in take(items, count)[::2] if lease.ack())
-    saves = [
-        threading.Thread(
-            target=PipelineCheckpoint(tmp_path, rank=rank, world_size=2).save,
-            args=(loader,),
-            kwargs={"step": 1, "rng": False},
-        )
-        for rank, loader in enumerate(ranks)
-    ]
-    for save in saves:
-        save.start()
-    for save in saves:
-        save.join()
+    assert saved_together(tmp_path, ranks, 1) == []
     resumed = make(data, 5)
     assert PipelineCheckpoint(tmp_path, rank=0, world_size=1).restore_latest(resumed, rng=False) == 1
     assert sorted(rows_of(resumed) + acked) == list(range(ROWS))
+
+
+def saved_together(folder: Path, ranks: list[midepoch.Loader], step: int) -> list[str]:
+    """Save the states of all ranks, and return their errors."""
+    problems: list[str] = []
+
+    def save(rank: int) -> None:
+        try:
+            PipelineCheckpoint(folder, rank=rank, world_size=len(ranks)).save(ranks[rank], step=step, rng=False)
+        except CheckpointSaveError as problem:
+            problems.append(str(problem))
+
+    threads = [threading.Thread(target=save, args=(rank,)) for rank in range(len(ranks))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return problems
+
+
+def test_no_checkpoint_is_saved_that_could_not_be_loaded(data: str, tmp_path: Path) -> None:
+    """Ranks that are an epoch apart: an older step would be pruned for it."""
+    ranks = [make(data, 1024, rank=rank, world_size=2, last_batch="uneven") for rank in range(2)]
+    for first in (0, 1):
+        with ranks[1 - first].lease() as items:
+            next(items).ack()
+        if not first:  # rank 0 has not begun to lease
+            problems = saved_together(tmp_path, ranks, 1)
+            assert len(problems) == 2 and all("rank 0 has not begun to lease" in each for each in problems), problems
+    with ranks[0].lease() as items:
+        for lease in items:
+            lease.ack()
+    assert saved_together(tmp_path, ranks, 1) == []
+    with ranks[0].lease() as items:
+        next(items).ack()
+        problems = saved_together(tmp_path, ranks, 2)
+    assert len(problems) == 2 and all("rank 0 had acknowledged leases of epoch 1" in each for each in problems), (
+        problems
+    )
+    assert PipelineCheckpoint(tmp_path, rank=0, world_size=1).restore_latest(make(data, 5), rng=False) == 1
 
 
 @pytest.mark.parametrize("lanes", [False, True], ids=["positions", "lanes"])

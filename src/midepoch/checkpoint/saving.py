@@ -25,7 +25,7 @@ from midepoch.checkpoint.tensor_files import write_arrays
 from midepoch.checkpoint.tree import INLINE, EncodedTree, encode
 from midepoch.distributed.rendezvous import differences
 from midepoch.distributed.world import World
-from midepoch.errors import CheckpointSaveError
+from midepoch.errors import CheckpointSaveError, MidepochError
 
 _log = logging.getLogger("midepoch")
 _LIBRARIES = ("midepoch", "numpy", "pyarrow", "torch", "jax", "flax", "optax")
@@ -47,7 +47,13 @@ class SaveJob:
     group: str = ""
     """Name of the rendezvous: no other save has it, in this run or another."""
     state: Any = None
-    """State of the pipeline if it is the same on all ranks: compared before anything is written."""
+    """Entries of the pipeline's state that are the same on all ranks: compared before anything is written."""
+    is_global: bool = True
+    """True if the state of the pipeline is that of all ranks."""
+    own: Any = None
+    """It, if each rank has its own that could be loaded with those of the others."""
+    check_states: Callable[[list[Any]], None] | None = None
+    """Raises an error if the states of all ranks could not be loaded together."""
     shared: frozenset[str] = frozenset()
     """Parts that are equal on all ranks: only rank 0 writes them."""
     write_arrays: Callable[[Path], None] | None = None
@@ -90,7 +96,10 @@ class Contents:
             part = "data" if is_global else rank_part("data", world.rank)
             job.parts[part] = encoded(state, "data")
             job.classes["data"] = stateful.class_name(self.pipeline)
-            job.state = common_state(job.parts[part].json, is_global) if world.size > 1 else None
+            if world.size > 1:
+                job.state, job.is_global = common_state(job.parts[part].json, is_global), is_global
+                job.check_states = None if is_global else stateful.states_checker(self.pipeline)
+                job.own = None if job.check_states is None else state
         if backend is not None and self.models:
             snapshot = backend.snapshot(self.models, copy=copy, allow_pickle=allow_pickle)
             job.parts |= snapshot.parts
@@ -210,7 +219,7 @@ def _lead(store: CheckpointStore, job: SaveJob, world: World, token: str, leader
 
 def _follow(store: CheckpointStore, job: SaveJob, follower: Follower) -> None:
     try:
-        token = follower.join(job.state)
+        token = follower.join([job.state, job.is_global, job.own])
         if job.write_arrays is not None:
             follower.wait_for_go()
         files = _write(store, job, token, follower.world)
@@ -226,7 +235,12 @@ def _follow(store: CheckpointStore, job: SaveJob, follower: Follower) -> None:
 def _compare(job: SaveJob, others: Mapping[int, Any]) -> None:
     """Raise CheckpointSaveError if pipelines or positions of the ranks differ: a resume would lose or repeat rows."""
     state = json.loads(json.dumps(job.state))
-    for rank, other in sorted(others.items()):
+    for rank, (other, is_global, _) in sorted(others.items()):
+        if is_global != job.is_global:
+            raise CheckpointSaveError(
+                f"step {job.step} was not saved: rank {rank if is_global else 0} has not begun to lease, and rank "
+                f"{0 if is_global else rank} has. Save when all ranks are in their lease() block."
+            )
         if other == state:
             continue
         if isinstance(state, Mapping) and isinstance(other, Mapping):
@@ -238,6 +252,14 @@ def _compare(job: SaveJob, others: Mapping[int, Any]) -> None:
                 f"step {job.step} was not saved: the pipelines of the ranks differ: {difference}. Save after all ranks "
                 "have received the same number of batches of the same pipeline."
             )
+    if job.check_states is None:
+        return
+    try:
+        job.check_states([job.own, *(own for _, (_, _, own) in sorted(others.items()))])
+    except MidepochError as problem:
+        raise CheckpointSaveError(
+            f"step {job.step} was not saved, because the states of the ranks could not be loaded together: {problem}"
+        ) from problem
 
 
 def _describe(state: Any) -> str:

@@ -6,7 +6,7 @@ Each kind has a tree of values, a check whether another tree fits, and a way to 
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any
 
 import numpy as np
@@ -129,6 +129,12 @@ def is_global_state(pipeline: Any, state: Any) -> bool:
 def accepts_all_ranks(pipeline: Any) -> bool:
     """Return True if a pipeline resumes from the list of the states of all ranks, with any world size."""
     return bool(getattr(pipeline, "takes_states_of_all_ranks", False))
+
+
+def states_checker(pipeline: Any) -> Callable[[list[Any]], None] | None:
+    """Return a function that raises an error if the states of all ranks, as of now, could not be loaded together."""
+    make = getattr(unwrap(pipeline), "_states_checker", None)
+    return None if make is None else make()
 
 
 def is_tree(owner: Any) -> bool:

@@ -324,6 +324,11 @@ class Loader(Resumable):
         """Raise the error that ``load_state_dict`` would raise for a state that does not fit. Change nothing."""
         self._resumed(state, ())
 
+    def _states_checker(self) -> Callable[[list[Any]], None]:
+        """Return ``check_state`` of the pipeline as it is now: a save in the background calls it later."""
+        spec, planning = self.pipeline, self._options.planning
+        return lambda all_ranks: spec.check_known(states.load_global(all_ranks, spec, (), planning).cursor, self.shard)
+
     def _resumed(self, state: Any, allow: Collection[str]) -> states.Resumed:
         resumed = states.load_global(state, self.pipeline, allow, self._options.planning)
         resumed.spec.check_known(resumed.cursor, self.shard)
