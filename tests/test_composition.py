@@ -8,153 +8,19 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator
 from itertools import combinations
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 import midepoch
+from compositions import SCHEDULE, Case, rows_from
 from midepoch.audit import Ledger, read_run
-from midepoch.integrations.micro_batches import cut
 from midepoch.loader.options import FEATURES, MEANINGLESS, table
 
 PAIRS = [pair for pair in combinations(FEATURES, 2) if frozenset(pair) not in MEANINGLESS]
-ROWS = 24
-
-
-def rows_from(first: int, count: int) -> midepoch.Dataset:
-    numbers = range(first, first + count)
-    columns = {
-        "id": [[n] * 8 for n in numbers],
-        "input_ids": [[n] * 8 for n in numbers],
-        "length": [1 + n % 7 for n in numbers],
-    }
-    return midepoch.from_dict(columns).shuffle(seed=1)
-
-
-def of_length(row: dict[str, Any]) -> int:
-    return int(row["length"])
-
-
-def keeps(row: dict[str, Any]) -> bool:
-    return bool(row["id"][0] % 11 != 5)
-
-
-def by_rows(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
-    return {name: torch.tensor([row[name] for row in rows]) for name in ("id", "input_ids")}
-
-
-PIPELINES: dict[str, Callable[[], midepoch.Dataset]] = {
-    "rows": lambda: rows_from(0, ROWS),
-    "filter": lambda: rows_from(0, ROWS).filter(keeps).with_lanes(2),
-    "window": lambda: rows_from(0, ROWS).filter(keeps).shuffle(seed=3, window=5).with_lanes(1),
-    "mix": lambda: midepoch.mix(
-        {"a": rows_from(0, 14), "b": rows_from(100, 10)}, [1, 1], seed=2, stop="all"
-    ).with_lanes(2),
-}
-SCHEDULE = midepoch.Schedule(
-    [
-        midepoch.Phase("one", {"a": 1.0}, steps=2, global_batch_size=2),
-        midepoch.Phase("two", {"a": 0.5, "b": 0.5}, steps=4, global_batch_size=4),
-    ]
-)
-
-
-@dataclass
-class Case:
-    """A loader with some features."""
-
-    features: tuple[str, ...]
-    pipeline: str = "rows"
-    edits: list[Callable[[midepoch.Loader], Any]] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        if "set_weights" in self.features:
-            self.pipeline = "mix"
-            self.edits.append(lambda loader: loader.set_weights([3, 1]))
-        if "exclude steps" in self.features:
-            self.edits.append(lambda loader: loader.exclude(steps=[loader.steps + 2]))
-        if "exclude rows" in self.features:
-            several = self.pipeline == "mix" or "schedule" in self.features
-            self.edits.append(lambda loader: loader.exclude(rows={"a": [3, 9], "b": [2]} if several else [3, 9, 17]))
-
-    def dataset(self) -> midepoch.Dataset:
-        if "schedule" in self.features:
-            sources = {"a": rows_from(0, 14), "b": rows_from(100, 10)}
-            if "tokens at run time" in self.features:
-                phases = [
-                    midepoch.Phase("one", {"a": 1.0}, rows=8),
-                    midepoch.Phase("two", {"a": 0.5, "b": 0.5}, rows=12),
-                ]
-                return midepoch.mix(sources, midepoch.Schedule(phases), seed=2)
-            return midepoch.mix(sources, SCHEDULE, seed=2)
-        if "tokens at run time" in self.features and self.pipeline == "rows":
-            return rows_from(0, ROWS).filter(keeps).with_lanes(2)
-        return PIPELINES[self.pipeline]()
-
-    def make(self, *, rank: int = 0, world: int = 1, workers: int = 0, audit: Any = None) -> midepoch.Loader:
-        options: dict[str, Any] = {"rank": rank, "world_size": world, "num_workers": workers, "audit": audit}
-        options["worker_type"] = "thread" if workers else "auto"
-        size: Any = 2
-        if "sizes by step" in self.features:
-            size = {0: 1, 3: 2, 5: 3}
-        if "tokens, planned" in self.features or "tokens at run time" in self.features:
-            size, options["max_tokens"], options["bucket_window"] = None, 8, 10
-            options["length"] = of_length if "tokens at run time" in self.features else "length"
-            options["layout"] = None
-        if "steps_per_epoch" in self.features:
-            options["steps_per_epoch"] = 4
-        if "context_parallel" in self.features:
-            options["context_parallel"] = (0 if "lease" in self.features else 1, 2)
-        if "provenance" in self.features:
-            options["provenance"] = True
-        if "collate_fn" in self.features:
-            options["collate_fn"] = by_rows
-        if "device" in self.features:
-            options["device"] = "cpu"
-        options["last_batch"] = "drop" if "last_batch" in self.features and world == 1 else "uneven"
-        if "steps_per_epoch" in self.features and world > 1:
-            options["last_batch"] = "drop"
-        if "schedule" in self.features and "tokens at run time" not in self.features:
-            return self.dataset().loader(**options)
-        return self.dataset().loader(size, **options)
-
-    def batches(self, loader: midepoch.Loader, most: int) -> Iterator[list[int]]:
-        """Yield the rows of the next batches, over the ends of passes, up to the end of the first epoch."""
-        count = 0
-        if "lease" in self.features:
-            while count < most:
-                with loader.lease() as items:
-                    for lease in items:
-                        lease.ack()
-                        yield self.rows(lease.batch)
-                        count += 1
-                        if count == most:
-                            return
-                if "steps_per_epoch" not in self.features:
-                    return
-        passes = 2 if "steps_per_epoch" in self.features else 1
-        for _ in range(passes):
-            for batch in loader:
-                yield self.rows(batch)
-                count += 1
-                if count == most:
-                    return
-
-    def rows(self, batch: Any) -> list[int]:
-        if "micro-batches" in self.features and len(batch["id"]) % 2 == 0:
-            batch = {name: torch.cat([part[name] for part in cut(batch, 2)]) for name in batch}
-        found = batch["id"]
-        if isinstance(found, list):
-            found = torch.tensor([each.tolist() if hasattr(each, "tolist") else each for each in found])
-        if "provenance" in self.features and "collate_fn" not in self.features:
-            expected = [100 * int(s) + int(r) for s, r in zip(batch["source"], batch["row"], strict=True)]
-            assert expected == found.reshape(len(expected), -1)[:, 0].tolist()
-        return [int(row[0]) for row in found.reshape(len(found), -1)]
 
 
 def cases() -> Iterator[Any]:
