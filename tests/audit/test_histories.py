@@ -331,3 +331,24 @@ def test_a_rank_that_has_taken_no_lease_has_some_to_come(tmp_path: Path) -> None
             lease.ack()
     proof = read_run(tmp_path).epochs[0]
     assert proof.exact and not proof.complete and proof.pending, proof
+
+
+def test_ranks_with_more_steps_in_turn(tmp_path: Path) -> None:
+    """Rank 0 has fewer steps than rank 1 in one epoch, and more in the next. A state after both takes nothing back."""
+
+    def ranks(attempt: str, world: int) -> list[midepoch.Loader]:
+        ds = midepoch.from_dict({"input_ids": [[n] * (1 + n % 7) for n in range(24)]}).shuffle(seed=1)
+        ds = ds.filter(lambda row: row["input_ids"][0] % 11 != 5).with_lanes(2).with_format("numpy")
+        options: dict[str, Any] = {"max_tokens": 8, "bucket_window": 10, "last_batch": "uneven", "world_size": world}
+        options["length"] = lambda row: len(row["input_ids"])
+        return [ds.loader(rank=rank, audit=Ledger(tmp_path, attempt=attempt), **options) for rank in range(world)]
+
+    loaders = ranks("1", 2)
+    assert [[len(list(loader)) for loader in loaders] for _ in range(2)] == [[5, 10], [9, 6]]
+    states = [loader.state_dict() for loader in loaders]
+    for loader in loaders:
+        loader.close()
+    (last,) = ranks("2", 1)
+    last.load_state_dict(states)
+    run = read_run(tmp_path)
+    assert run.exact and all(proof.once == 24 for proof in run.epochs), run.epochs

@@ -13,13 +13,16 @@ Positions are compared in rows, also where batches by tokens changed their budge
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+from midepoch.audit.lanes import LaneTrack
 from midepoch.audit.passes import Generation
 from midepoch.order import Shard
 from midepoch.order.intervals import EMPTY, Intervals
@@ -246,7 +249,7 @@ class History:
             self.firsts.pop()
         last = self.kept[-1] if self.kept else None
         if last is not None and last.shape.epoch == epoch and not last.leases:
-            last.kept_steps = min(last.kept_steps, one.before - last.before)
+            last.kept_steps = min(last.kept_steps, _steps_before(last, one, claim))
 
     @staticmethod
     def _is_taken_back(one: Generation, by: Generation) -> bool:
@@ -272,6 +275,29 @@ class History:
         one.kept_steps = one.most_steps
         self.kept.append(one)
         self.firsts.append(self._offset + one.before)
+
+
+def _steps_before(one: Generation, by: Generation, claim: Claim) -> int:
+    """Return the steps of a pass that a later record of its epoch has not taken back.
+
+    Ranks with lanes of their own may have had different numbers of steps when the pass began. So the steps of each
+    follow from the outputs that are done.
+    """
+    if not one.in_lanes or len({record.cursor.steps for record in one.of_rank.values()}) == 1:
+        return by.before - one.before
+    done = {lane: len(units) for lane, units in claim.done.items()}
+    found = [one.most_steps]
+    for track in one.tracks.values():
+        own = [lane for lane in track.begin if lane in done and lane not in track.ended]
+        steps = range(1, min(track.delivered, track.recorded) + 1)
+        kept = bisect_left(steps, True, key=partial(_is_beyond, track, own, done))
+        found += [kept] if kept < len(steps) else []
+    return min(found)
+
+
+def _is_beyond(track: LaneTrack, lanes: list[int], done: Mapping[int, int], step: int) -> bool:
+    """Return True if a lane had more outputs after a step than are done."""
+    return any(track.taken(lane, step) > done[lane] for lane in lanes)
 
 
 def _is_look(one: Generation, plans: Plans) -> bool:
