@@ -241,3 +241,30 @@ def test_an_attempt_that_a_sweep_removes_before_it_is_locked_is_made_again(
     monkeypatch.setattr(disk, "try_lock", late)
     PipelineCheckpoint(tmp_path).save(step=1, rng=False)
     assert len(removed) == 2 and os.listdir(tmp_path) == ["step_1"]
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("made", [False, True], ids=["new", "made by a killed process"])
+def test_the_name_of_the_folder_survives_a_power_loss(
+    world: int, made: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if a rank has made the folder before, for its notes."""
+    synced, real = set(), os.fsync
+
+    def fsync(descriptor: int) -> None:
+        synced.add(Path(os.readlink(f"/proc/self/fd/{descriptor}")))
+        real(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    folder = tmp_path / "run" / "checkpoints"
+    if made:
+        folder.mkdir(parents=True)
+    ranks = [PipelineCheckpoint(folder, rank=rank, world_size=world) for rank in range(world)]
+    saves = [threading.Thread(target=rank.save, kwargs={"step": 1}) for rank in ranks]
+    for save in saves:
+        save.start()
+    for save in saves:
+        save.join()
+    assert ranks[0].steps() == [1]
+    assert {folder, folder.parent} <= synced
+    assert made or tmp_path in synced

@@ -13,7 +13,7 @@ import time
 import weakref
 from collections.abc import Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -273,12 +273,16 @@ def sync(path: Path) -> None:
 
 
 def make_folder(folder: Path) -> None:
-    """Create a folder and its missing parents so that they survive a power loss."""
-    if folder.is_dir():
-        return
+    """Create a folder and its missing parents so that they survive a power loss.
+
+    The last folder that exists may be that of a process that was killed before it could sync its name.
+    """
     missing = [path for path in (folder, *folder.parents) if not path.exists()]
-    folder.mkdir(parents=True, exist_ok=True)
-    for path in missing:
+    existing = missing[-1].parent if missing else folder
+    with suppress(OSError):  # a parent may be unreadable
+        sync(existing.parent)
+    for path in reversed(missing):
+        path.mkdir(exist_ok=True)
         sync(path.parent)
 
 

@@ -39,6 +39,7 @@ class LocalStore:
         self.path = Path(path).expanduser().absolute()
         self.name = str(self.path)
         self.board: Board = LocalBoard(self.path / ".ranks")
+        self._is_durable = False  # the name of the folder
         self._locks: dict[str, disk.Lock] = {}
         self._manifests: dict[int, tuple[tuple[int, ...], Manifest]] = {}  # by step: signature when read, manifest
 
@@ -133,7 +134,9 @@ class LocalStore:
 
     def begin(self, step: int, token: str) -> None:
         self._sweep()
-        disk.make_folder(self.path)
+        if not (self._is_durable and self.path.is_dir()):  # another rank may have made it, for its notes
+            disk.make_folder(self.path)
+            self._is_durable = True
         attempt = self._attempt(step, token)
         while not self._make_locked(attempt, self._hidden(step, "new"), token):
             continue
@@ -282,7 +285,7 @@ class LocalStore:
 
 
 class LocalBoard:
-    """Board of files. They need not survive a power loss: nothing is synced."""
+    """Board of files. They need not survive a power loss: nothing of them is synced."""
 
     poll_interval = 0.05
 
@@ -293,6 +296,8 @@ class LocalBoard:
         path = self._path / name
         temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
         while True:
+            if not self._path.parent.is_dir():
+                disk.make_folder(self._path.parent)
             path.parent.mkdir(parents=True, exist_ok=True)
             try:
                 temporary.write_bytes(data)
