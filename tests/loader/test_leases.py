@@ -661,6 +661,30 @@ def test_the_ledger_proves_what_was_acknowledged(data: str, lanes: bool, tmp_pat
     assert (proof.once, proof.leases.acknowledged, proof.repeated, proof.never) == (total, total, 0, 0)
 
 
+def test_a_rank_without_a_row_in_the_last_step_has_no_lease_out() -> None:
+    """Also if it is asked for a lease again, as a loop does in which other ranks have some left."""
+    loader = midepoch.from_dict({"id": list(range(8))}).loader(1, rank=2, world_size=3, last_batch="uneven")
+    with loader.lease() as items:
+        for lease in items:
+            lease.ack()
+        assert next(items, None) is None and items.out == 0
+        assert (loader.epoch, loader.position, loader.steps) == (1, 0, 3)
+
+
+def test_acknowledgements_before_the_next_epoch_in_a_block_are_in_the_ledger(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path, attempt="1")
+    ds = midepoch.from_dict({"id": list(range(8))}).shuffle(seed=1)
+    options: dict[str, Any] = {"steps_per_epoch": 5, "last_batch": "drop", "world_size": 2}
+    loaders = [ds.loader(1, rank=rank, audit=ledger, **options) for rank in range(2)]
+    for loader in loaders:  # 4 steps of one epoch of the data, and one of the next
+        with loader.lease() as items:
+            for lease in items:
+                lease.ack()
+        loader.state_dict()
+    run = read_run(tmp_path)
+    assert run.exact and run.epochs[0].complete, run.epochs
+
+
 def test_the_ledger_shows_what_was_skipped_or_acknowledged_twice(data: str, tmp_path: Path) -> None:
     first = make(data, 16, audit=Ledger(tmp_path / "a", attempt="1"))
     with first.lease() as items:

@@ -394,6 +394,8 @@ class LeaseBook:
 
     def drop(self) -> None:
         """Forget the leases of the last pass: it is complete, or the position of the run has changed."""
+        if self.tracker is not None:
+            self.tracker.settle()  # so that the ledger has the last acknowledgements before another pass begins
         tracker, self.tracker = self.tracker, None
         if tracker is not None:
             self._next = tracker.first + tracker.delivered

@@ -97,6 +97,8 @@ class LeaseItems:
                 if (step := self._note(self._pass.delivered - 1)) is not None:
                     self._left = None if self._left is None else self._left - 1
                     return Lease(self._tracker.first + step, batch, self._book)
+            for number in range(self._noted, self._pass.delivered):
+                self._note(number, empty=True)  # a last step whose rows are all of other ranks
             self._tracker.ended = True
             if self._left is None:
                 break
