@@ -37,7 +37,8 @@ def keeps(row: dict[str, Any]) -> bool:
 
 
 def by_rows(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
-    return {name: torch.tensor(np.array([row[name] for row in rows])) for name in ("id", "input_ids")}
+    names = [name for name in ("id", "input_ids", "is_padding") if name in rows[0]]
+    return {name: torch.tensor(np.array([row[name] for row in rows])) for name in names}
 
 
 PIPELINES: dict[str, Callable[[], midepoch.Dataset]] = {

@@ -1,0 +1,309 @@
+"""One history: the starts of a run, each with the training loop of a user, and the log of what they received."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import lru_cache
+from itertools import count
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import midepoch
+from midepoch.audit import Ledger
+from midepoch.checkpoint import PipelineCheckpoint
+from midepoch.errors import CheckpointSaveError, MidepochError
+from simulation.cluster import Cluster, HangError, Killed, Rank
+from simulation.disk import Disk
+from simulation.plans import Plan, StartPlan
+from simulation.site import Site
+from simulation.store import Bucket
+
+_BENIGN = ("jump", "slow", "twice")
+
+
+class FindingError(AssertionError):
+    """A history that breaks a rule."""
+
+
+class Entry(NamedTuple):
+    """Outputs that the weights have seen: one batch of a rank."""
+
+    epoch: int
+    step: int
+    rank: int
+    outputs: tuple[Any, ...]
+
+
+@dataclass
+class Mark:
+    """A checkpoint: what the weights had seen when it was saved."""
+
+    order: int
+    before: tuple[Entry, ...]
+    logs: list[list[Entry]]
+    counts: dict[int, int] = field(default_factory=dict)
+
+    @property
+    def kept(self) -> tuple[Entry, ...]:
+        return self.before + tuple(entry for rank, count in self.counts.items() for entry in self.logs[rank][:count])
+
+
+class History:
+    """The state of a history while it runs."""
+
+    def __init__(self, plan: Plan, site: Site, folder: Path) -> None:
+        self.plan, self.site, self.folder = plan, site, folder
+        site.cluster = self.cluster = Cluster(plan.seed)
+        site.disk = self.disk = Disk(folder, self.cluster)
+        site.bucket = self.bucket = Bucket(self.cluster)
+        self.marks: dict[str, Mark] = {}
+        self.durable = 0
+        """The order of the last checkpoint whose save returned."""
+        self.kept: tuple[Entry, ...] = ()
+        self.logs: list[list[Entry]] = []
+        self.trusted = True
+        """False if a part of the ledger may be gone: by a loss of power, or an error when it was written."""
+        self.events: list[str] = []
+
+    @property
+    def steps(self) -> set[int]:
+        """The steps of the run, also of an epoch after those of the plan."""
+        return {entry.step for entry in (*self.kept, *(entry for log in self.logs for entry in log))}
+
+    @property
+    def entries(self) -> tuple[Entry, ...]:
+        """What the weights have seen of the epochs of the plan."""
+        found = self.kept + tuple(entry for log in self.logs for entry in log)
+        return tuple(entry for entry in found if entry.epoch < self.plan.epochs)
+
+    def run(self) -> None:
+        """Run all starts. Raises FindingError."""
+        for number, start in enumerate(self.plan.starts):
+            self._run(number, start, is_last=number == len(self.plan.starts) - 1)
+
+    def _run(self, number: int, start: StartPlan, *, is_last: bool) -> None:
+        cluster = self.cluster
+        self.site.begin_start(start.connected)
+        self.logs, restored = [[] for _ in range(start.world)], len(cluster.happened)
+        mains = [self._main(number, start, rank) for rank in range(start.world)]
+        try:
+            ranks = cluster.run(mains, list(start.faults))
+        except HangError as problem:
+            raise FindingError(f"start {number} hangs: {problem}") from None
+        struck = cluster.happened[restored:]
+        self.events.append(f"start {number}: {', '.join(struck) or 'no fault'}; {_ends(ranks)}")
+        self.trusted = self.trusted and not cluster.power_lost and not any("error" in text for text in struck)
+        for rank in ranks:
+            self._check_exit(rank, bool(struck) and not is_last, number)
+        if is_last and not struck and any(rank.problem is not None for rank in ranks):
+            raise FindingError(f"the last start failed: {_ends(ranks)}")
+
+    def _check_exit(self, rank: Rank, struck: bool, number: int) -> None:
+        problem = rank.problem
+        if problem is None or isinstance(problem, Killed):
+            return
+        if isinstance(problem, FindingError):
+            raise problem
+        if struck and isinstance(problem, (MidepochError, OSError, KeyboardInterrupt)):
+            return
+        raise FindingError(f"start {number}, rank {rank.number}: {type(problem).__name__}: {problem}") from problem
+
+    # A rank
+
+    def _main(self, number: int, start: StartPlan, rank: int) -> Callable[[], None]:
+        def main() -> None:
+            plan, case = self.plan, self.plan.case
+            audit = Ledger(self.folder / "ledger", attempt=f"start {number}") if start.every else None
+            loader = case.make(rank=rank, world=start.world, size=start.size, last=plan.last, audit=audit)
+            if not start.every:
+                self._train(number, start, rank, loader, None, None)
+                return
+            address = "sim://bucket/run" if plan.remote else str(self.folder / "checkpoint")
+            saver = PipelineCheckpoint(address, plan.keep, rank=rank, world_size=start.world, timeout=20.0)
+            step = saver.restore_latest(loader, rng=False)
+            mark = "" if step is None else saver.metadata(step)["mark"]
+            self._restored(mark, number)
+            if len(set(self.cluster.agree(mark))) > 1:
+                raise FindingError(f"start {number}: the ranks restored different checkpoints")
+            self._train(number, start, rank, loader, saver, step)
+
+        return main
+
+    def _restored(self, mark: str, number: int) -> None:
+        order = self.marks[mark].order if mark else 0
+        unreadable = any(text.startswith(("error", "throttle", "lost")) for text in self.cluster.happened)
+        if order < self.durable and not unreadable:
+            raise FindingError(f"start {number} restored checkpoint {order}, and {self.durable} was saved")
+        self.durable = order if unreadable else self.durable
+        self.kept = self.marks[mark].kept if mark else ()
+
+    def _train(
+        self, number: int, start: StartPlan, rank: int, loader: midepoch.Loader, saver: Any, restored: int | None
+    ) -> None:
+        plan, cluster, step = self.plan, self.cluster, restored or 0
+        taker: Taker = Leases(self, loader, rank) if "lease" in plan.features else Batches(self, loader, rank)
+
+        saves = count(1)
+
+        def save() -> None:
+            if saver is None:
+                return
+            name = f"{number}.{next(saves)}"
+            mark = self.marks.get(name) or Mark(len(self.marks) + 1, self.kept, self.logs)
+            self.marks[name] = mark
+            mark.counts[rank] = len(self.logs[rank])
+            try:
+                saver.save(loader, step=step, metadata={"mark": name}, rng=False)
+                self.durable = max(self.durable, mark.order)
+            except CheckpointSaveError:
+                if not start.tolerant:
+                    raise
+
+        def edit() -> None:
+            if step == plan.edit_at:
+                for change in plan.case.edits:
+                    change(loader)
+
+        empty = 0
+        if restored is not None and all(cluster.agree(loader._next_cursor().epoch >= plan.epochs)):
+            save()
+            return
+        if restored is None:
+            edit()
+        while True:
+            try:
+                has_batch = taker.take(step + 1)
+            except KeyboardInterrupt:
+                if start.world == 1:
+                    save()
+                raise
+            over = has_batch and loader._run.cursor.epoch >= plan.epochs
+            received = cluster.agree((has_batch, over))
+            if any(has for has, _ in received) and all(beyond for has, beyond in received if has):
+                save()  # the epoch before was at its end, which was not known
+                return
+            if not any(has for has, _ in received):
+                empty += 1
+                taker.end_pass()
+                if empty > 2:
+                    raise FindingError(f"start {number}, rank {rank}: three passes without a batch")
+                if any(cluster.agree(loader._next_cursor().epoch >= plan.epochs)):
+                    save()
+                    return
+                continue
+            empty, step = 0, step + 1
+            edit()
+            leaves = start.exit if start.exit is not None and start.exit.step <= step else None
+            if (start.every and step % start.every == 0) or (leaves is not None and leaves.kind == "preempt"):
+                save()
+            if leaves is not None and (leaves.kind != "kill" or leaves.rank == rank):
+                if leaves.kind == "kill":
+                    cluster.die(f"kill of rank {rank} after step {step}")
+                cluster.happened.append(f"{leaves.kind} after step {step}")
+                cluster.agree(None)
+                taker.end_pass()
+                return
+
+    def log(self, rank: int, step: int, epoch: int, batch: Any) -> None:
+        self.logs[rank].append(Entry(epoch, step, rank, tuple(self.plan.case.rows(batch))))
+
+
+def _ends(ranks: list[Rank]) -> str:
+    names = [type(rank.problem).__name__ if rank.problem is not None else "done" for rank in ranks]
+    return ", ".join(f"rank {number} {name}" for number, name in enumerate(names))
+
+
+class Batches:
+    """Plain iteration, pass after pass."""
+
+    def __init__(self, history: History, loader: midepoch.Loader, rank: int) -> None:
+        self._history, self._loader, self._rank = history, loader, rank
+        self._pass: Iterator[Any] | None = None
+
+    def take(self, step: int) -> bool:
+        """Take a batch. Returns False at the end of the pass."""
+        if self._pass is None:
+            self._pass = iter(self._loader)
+        for batch in self._pass:
+            self._history.log(self._rank, step, self._loader._run.cursor.epoch, batch)
+            return True
+        return False
+
+    def end_pass(self) -> None:
+        self._pass = None
+
+
+class Leases:
+    """Leases, acknowledged up to two steps later. The weights have seen what is acknowledged."""
+
+    def __init__(self, history: History, loader: midepoch.Loader, rank: int) -> None:
+        self._history, self._loader, self._rank = history, loader, rank
+        self._items: Any = None
+        self._out: list[tuple[Any, int, int]] = []
+
+    def take(self, step: int) -> bool:
+        epochs = self._history.cluster.agree(self._loader._next_cursor().epoch)
+        if self._items is None and epochs[self._rank] > min(epochs):
+            return False  # others have to finish their epoch first
+        if self._items is None:
+            self._items = self._loader.lease().__enter__()
+        waits = "steps_per_epoch" in self._history.plan.features  # for all leases at the end of an epoch of the data
+        while len(self._out) > (0 if waits else self._history.cluster.random.choice((0, 1, 2))):
+            self._ack()
+        try:
+            self._out.append((lease := next(self._items), step, self._loader._run.cursor.epoch))
+            del lease
+        except StopIteration:
+            while self._out:
+                self._ack()
+            return False
+        return True
+
+    def _ack(self) -> None:
+        lease, step, epoch = self._out.pop(self._history.cluster.random.randrange(len(self._out)))
+        lease.ack()
+        self._history.log(self._rank, step, epoch, lease.batch)
+
+    def end_pass(self) -> None:
+        if self._items is not None:
+            self._items.__exit__(None, None, None)
+        self._items, self._out = None, []
+
+
+Taker = Batches | Leases
+
+
+@contextmanager
+def folder_in_memory() -> Iterator[Path]:
+    parent = "/dev/shm" if Path("/dev/shm").is_dir() else None
+    folder = Path(tempfile.mkdtemp(prefix="midepoch-simulation-", dir=parent))
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@lru_cache(maxsize=4096)
+def uninterrupted(plan: Plan, site: Site) -> tuple[Entry, ...]:
+    """Return the log of a plan of one start without faults: no checkpoint is saved, and no ledger is kept."""
+    before = vars(site).copy()
+    with folder_in_memory() as folder:
+        history = History(plan, site, folder)
+        history.run()
+    vars(site).update(before)
+    return history.entries
+
+
+def as_uninterrupted(plan: Plan, world: int, size: int, features: tuple[str, ...], last: str) -> Plan:
+    """Return the plan of an uninterrupted run. Equal ones are equal values, whatever history they are compared with."""
+    start = StartPlan(world, size, every=0, connected=True)
+    return Plan(0, features, plan.pipeline, (start,), last, False, None, plan.epochs, plan.edit_at)
+
+
+def quiet() -> None:
+    logging.getLogger("midepoch").setLevel(logging.CRITICAL)

@@ -1,0 +1,124 @@
+"""What must hold after a history: by the log of delivered outputs, by the ledger, and by the files that are left."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from typing import Any
+
+from midepoch.audit import read_run
+from midepoch.errors import MidepochError
+from simulation.history import Entry, FindingError, History, as_uninterrupted, uninterrupted
+from simulation.plans import IN_ROWS
+
+_EDITS = ("exclude rows", "exclude steps", "set_weights")
+_LEFT = re.compile(r"\.step_.*\.(saving|new|old|gone)\Z")
+
+
+def judge(history: History) -> None:
+    """Raise FindingError if a rule is broken."""
+    _check_log(history)
+    _check_ledger(history)
+    _check_files(history)
+
+
+def _check_log(history: History) -> None:
+    plan = history.plan
+    first = plan.starts[0]
+    if plan.fixed:
+        whole = uninterrupted(as_uninterrupted(plan, first.world, first.size, plan.features, plan.last), history.site)
+        _compare(history.entries, whole)
+        return
+    plain = tuple(name for name in plan.features if name not in (*_EDITS, "lease", "steps_per_epoch", "last_batch"))
+    whole = uninterrupted(as_uninterrupted(plan, 1, 2, plain, "uneven"), history.site)
+    seen, expected = _by_epoch(history.entries), _by_epoch(whole)
+    for epoch in range(plan.epochs):
+        found, full = seen.get(epoch, Counter()), expected[epoch]
+        changed = "exclude rows" in plan.features and plan.pipeline not in IN_ROWS
+        if "set_weights" in plan.features or changed:  # what comes depends on when it was changed
+            continue
+        if found - full:
+            raise FindingError(f"epoch {epoch}: repeated {dict(found - full)}")
+        lost = full - found
+        if "exclude rows" in plan.features and plan.pipeline in IN_ROWS:
+            lost = Counter({row: count for row, count in lost.items() if row not in (3, 9, 17)})
+            _check_excluded(history)
+        if "exclude steps" in plan.features and not epoch:
+            continue
+        if lost and plan.last != "drop":
+            raise FindingError(f"epoch {epoch}: lost {dict(lost)}")
+        if (
+            lost
+            and not plan.in_lanes
+            and "exclude rows" not in plan.features
+            and "tokens, planned" not in plan.features
+        ):
+            most = max(start.world * (3 if "sizes by step" in plan.features else start.size) for start in plan.starts)
+            if sum(lost.values()) >= most:
+                raise FindingError(f"epoch {epoch}: {sum(lost.values())} rows dropped, a global batch has {most}")
+
+
+def _check_excluded(history: History) -> None:
+    for entry in history.entries:
+        late = entry.epoch > 0 or entry.step > history.plan.edit_at
+        if late and {3, 9, 17} & set(entry.outputs):
+            raise FindingError(f"step {entry.step} of epoch {entry.epoch} has an excluded row: {entry.outputs}")
+
+
+def _compare(entries: tuple[Entry, ...], whole: tuple[Entry, ...]) -> None:
+    found = {(entry.step, entry.rank): entry for entry in entries}
+    if len(found) < len(entries):
+        raise FindingError("a step was taken twice")
+    expected = {(entry.step, entry.rank): entry for entry in whole}
+    for key in sorted({*found, *expected}):
+        if found.get(key) != expected.get(key):
+            raise FindingError(f"step {key[0]}, rank {key[1]}: {found.get(key)} instead of {expected.get(key)}")
+
+
+def _by_epoch(entries: tuple[Entry, ...]) -> dict[int, Counter[Any]]:
+    found: dict[int, Counter[Any]] = {}
+    for entry in entries:
+        found.setdefault(entry.epoch, Counter()).update(entry.outputs)
+    return found
+
+
+def _check_ledger(history: History) -> None:
+    plan = history.plan
+    try:
+        run = read_run(history.folder / "ledger")
+        exact, epochs, problems = run.exact, run.epochs, run.problems
+    except MidepochError as problem:
+        if history.trusted:
+            raise FindingError(f"the ledger cannot be read: {problem}") from problem
+        return
+    if not history.trusted:
+        return
+    if not exact or problems:
+        raise FindingError(f"the ledger accuses a clean history: {problems} {epochs}")
+    seen = _by_epoch(history.entries)
+    for epoch in range(plan.epochs):
+        proof = next((one for one in epochs if one.epoch == epoch), None)
+        if proof is None or not proof.complete:
+            raise FindingError(f"the ledger does not prove epoch {epoch}: {proof}")
+        if not plan.in_lanes and proof.once != sum(seen[epoch].values()):
+            raise FindingError(f"the ledger has {proof.once} rows of epoch {epoch}, {sum(seen[epoch].values())} came")
+    if plan.in_lanes or "lease" in plan.features:
+        return
+    if run.steps != len(history.steps):
+        raise FindingError(f"the ledger has {run.steps} steps, there were {len(history.steps)}")
+    step = history.cluster.random.choice(sorted({entry.step for entry in history.entries}))
+    named = sorted(one.row for one in run.rows_of_step(step))
+    expected = sorted(row for entry in history.entries if entry.step == step for row in entry.outputs)
+    if named != expected:
+        raise FindingError(f"the ledger names the rows {named} of step {step}, {expected} came")
+
+
+def _check_files(history: History) -> None:
+    """The last start has saved, and removed what dead processes left."""
+    if history.plan.remote:
+        left = [name for name in history.bucket.content if name.startswith((".attempts/", ".removals/"))]
+    else:
+        folder = history.folder / "checkpoint"
+        left = [path.name for path in folder.iterdir() if _LEFT.match(path.name)]
+    if left:
+        raise FindingError(f"left over: {left}")

@@ -1,0 +1,172 @@
+"""Drawing of histories: a pipeline with features, and starts of a run with faults, all from a seed."""
+
+from __future__ import annotations
+
+import errno
+import random
+from dataclasses import dataclass
+from typing import Any
+
+from compositions import PIPELINES, Case
+from midepoch.loader.options import FEATURES, MEANINGLESS
+from simulation.cluster import Fault
+
+SIMULATED = [name for name in FEATURES if name not in ("micro-batches", "device")]
+"""Devices need threads, and micro-batches are cut after delivery."""
+IN_ROWS = ("rows", "filter", "window")
+"""Pipelines whose outputs are rows with numbers of their own."""
+
+
+@dataclass(frozen=True)
+class Exit:
+    """How a start ends by itself after a step: a rank is killed, or all save and exit, or all exit."""
+
+    kind: str
+    step: int
+    rank: int = 0
+
+
+@dataclass(frozen=True)
+class StartPlan:
+    """One start of the run: its ranks, batches, checkpoints and faults.
+
+    ``tolerant``: training continues after a checkpoint that could not be saved. ``connected``: ranks share a key-value
+    store.
+    """
+
+    world: int
+    size: int
+    every: int
+    faults: tuple[Fault, ...] = ()
+    exit: Exit | None = None
+    tolerant: bool = True
+    connected: bool = False
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A history. Its schedule is drawn from the seed while it runs."""
+
+    seed: int
+    features: tuple[str, ...]
+    pipeline: str
+    starts: tuple[StartPlan, ...]
+    last: str
+    remote: bool
+    keep: int | None
+    epochs: int
+    edit_at: int
+
+    @property
+    def case(self) -> Case:
+        return Case(self.features, self.pipeline, "numpy")
+
+    @property
+    def in_lanes(self) -> bool:
+        return self.case.pipeline != "rows" or bool({"schedule", "tokens at run time"} & set(self.features))
+
+    @property
+    def fixed(self) -> bool:
+        """True if all starts have the same ranks and batches: then every batch is that of an uninterrupted run."""
+        return "lease" not in self.features and len({(start.world, start.size) for start in self.starts}) == 1
+
+    def __str__(self) -> str:
+        lines = [
+            f"seed {self.seed}: {self.pipeline} with {', '.join(self.features) or 'no feature'}, last_batch="
+            f"{self.last!r}, {self.epochs} epochs, checkpoints {'in a store' if self.remote else 'on disk'}, keep="
+            f"{self.keep}, edited after step {self.edit_at}"
+        ]
+        for number, start in enumerate(self.starts):
+            parts = [f"  start {number}: {start.world} ranks, batches of {start.size}, saves every {start.every} steps"]
+            parts += [str(fault) for fault in start.faults] + ([str(start.exit)] if start.exit else [])
+            lines.append("; ".join(parts))
+        return "\n".join(lines)
+
+
+def draw(seed: int) -> Plan:
+    """Draw a history."""
+    draws = random.Random(seed)
+    pipeline = draws.choice(list(PIPELINES))
+    features = _features(draws, pipeline)
+    has = set(features).__contains__
+    if has("set_weights"):
+        pipeline = "mix"
+    connected = draws.random() < 0.4
+    elastic = draws.random() < 0.6 and not (has("schedule") or has("set_weights") or has("exclude steps"))
+    elastic = elastic and not (has("exclude rows") and pipeline not in IN_ROWS)
+    worlds = (1, 2) if has("schedule") else (1, 1, 2, 2, 3)
+    shape = _shape(draws, worlds)
+    starts = []
+    remote = draws.random() < 0.3
+    for _ in range(draws.choice((1, 2, 2, 3))):
+        if elastic:
+            shape = _shape(draws, worlds)
+        starts.append(_start(draws, *shape, connected, remote))
+    if elastic:
+        shape = _shape(draws, worlds)
+    starts.append(StartPlan(*shape, every=draws.choice((3, 4, 5)), connected=connected))
+    several = max(start.world for start in starts) > 1
+    lasts = ["uneven", "uneven", "drop", "pad"] if connected or not several else ["uneven"]
+    last = draws.choice(lasts)
+    if has("schedule") and has("set_weights") and has("tokens at run time"):
+        features = tuple(name for name in features if name != "set_weights")  # is refused in the middle of a window
+    if has("steps_per_epoch") and several:
+        last = "drop" if last == "uneven" else last
+        starts = [StartPlan(**{**vars(start), "connected": True}) for start in starts]
+    keep, epochs = draws.choice((None, 1, 2)), draws.choice((1, 1, 1, 1, 2))
+    # Leases of several ranks can be edited before the first one only, and an epoch may have two steps.
+    edit_at = 0 if has("lease") or has("exclude steps") else draws.choice((0, 1, 2))
+    return Plan(seed, features, pipeline, tuple(starts), last, remote, keep, epochs, edit_at)
+
+
+def _shape(draws: random.Random, worlds: tuple[int, ...]) -> tuple[int, int]:
+    """Draw a number of ranks and the rows of a batch: 2 to 9 rows in a step, so that an epoch has up to 12 steps."""
+    world = draws.choice(worlds)
+    return world, draws.choice((2, 3, 4) if world == 1 else (1, 2, 2, 3))
+
+
+def _features(draws: random.Random, pipeline: str) -> tuple[str, ...]:
+    chosen: list[str] = []
+    for name in draws.sample(SIMULATED, draws.choice((0, 1, 1, 2, 2, 3))):
+        if any(frozenset({name, other}) in MEANINGLESS for other in chosen):
+            continue
+        planned, tokens = name == "tokens, planned", "tokens" in name
+        if (planned and pipeline != "rows") or (pipeline == "pack" and (tokens or name in _NOT_PACKED)):
+            continue
+        if "tokens, planned" in chosen and name in ("set_weights", "schedule"):
+            continue
+        chosen.append(name)
+    return tuple(sorted(chosen))
+
+
+_NOT_PACKED = ("schedule", "set_weights", "context_parallel", "collate_fn")
+"""Features whose pipelines have no packed sequences, or that the generator does not form of them."""
+
+
+def _start(draws: random.Random, world: int, size: int, connected: bool, remote: bool) -> StartPlan:
+    faults: list[Fault] = []
+    leaves = None
+    if draws.random() < 0.3:
+        leaves = Exit(draws.choice(("kill", "kill", "preempt", "exit")), draws.randint(1, 5), draws.randrange(world))
+    while not faults and (leaves is None or draws.random() < 0.3):
+        faults.append(_fault(draws, world, remote))
+        if draws.random() < 0.25:
+            faults.append(_fault(draws, world, remote))
+    every = draws.choice((1, 2, 2, 3, 4))
+    return StartPlan(world, size, every, tuple(faults), leaves, draws.random() < 0.7, connected)
+
+
+def _fault(draws: random.Random, world: int, remote: bool) -> Fault:
+    rank, at = draws.randrange(world), int(2 ** (draws.random() * 7))
+    kind = draws.choice(("kill", "kill", "power", "interrupt", "error", "error", "jump", "store"))
+    where: str = draws.choice(("", "", "checkpoint", "ledger"))
+    if kind == "jump":
+        return Fault(kind, rank, at, number=draws.choice((-100_000, -60, 3_600, 100_000)))
+    if kind == "store" or (remote and kind == "error" and where == "checkpoint"):
+        kind, where = draws.choice(("throttle", "lost answer", "twice", "slow")), "store"
+        return Fault(kind, rank, at, where, count=draws.choice((1, 1, 2, 10**9)))
+    if kind == "error":
+        number: Any = draws.choice((errno.ENOSPC, errno.ENOSPC, errno.EIO))
+        count = draws.choice((1, 1, 3, 10**9))
+        return Fault(kind, rank, at, where, number, count, reads=number == errno.EIO and draws.random() < 0.5)
+    return Fault(kind, rank, at, "store" if remote and where == "checkpoint" else where)

@@ -1,0 +1,244 @@
+"""What the library imports, replaced by the simulated disk, stores, clock and processes."""
+
+from __future__ import annotations
+
+import fcntl
+import gc
+import mmap
+import os
+import secrets
+import shutil
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import PosixPath
+from typing import Any
+
+from midepoch.audit import documents, ledger, orders
+from midepoch.checkpoint import disk as disks
+from midepoch.checkpoint import local, manager, manifest, remote, rendezvous, restoring, saving, store
+from midepoch.distributed import keyvalue, runs
+from midepoch.distributed import rendezvous as agreement
+from midepoch.loader import lanes
+from simulation.cluster import Cluster
+from simulation.disk import Disk
+from simulation.store import Bucket, KeyValues, objects_of
+
+
+class Site:
+    """The simulated parts of the history that runs."""
+
+    cluster: Cluster
+    disk: Disk
+    bucket: Bucket
+    values: KeyValues | None = None
+    """None if the ranks of the start are not connected."""
+
+    def begin_start(self, connected: bool) -> None:
+        """Forget what the processes before had in memory."""
+        self.values = KeyValues() if connected else None
+        manager._rendezvous.clear()
+        ledger._latest.clear()
+        ledger._births.clear()
+        rendezvous._process_started = self.cluster.time()
+
+    def pid(self) -> int:
+        """Return the number of the running process. A dead one has none: it owns nothing any more."""
+        rank = self.cluster.current
+        return 1 if rank is None else rank.pid if rank.alive else -1
+
+    def started(self, pid: int) -> str:
+        """Return the time at which a living process was started, as text."""
+        alive = pid == 1 or any(rank.pid == pid and rank.alive for rank in self.cluster.ranks)
+        return f"started {pid}" if alive else ""
+
+
+class Module:
+    """A module in which some names are replaced."""
+
+    def __init__(self, module: Any, **names: Any) -> None:
+        self.__dict__.update(names)
+        self._module = module
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
+
+
+_OF_DISK = ["mkdir", "rename", "replace", "unlink", "rmdir", "listdir", "open", "dup", "close", "write", "pwrite", "preadv", "fstat", "ftruncate", "posix_fallocate", "fsync"]
+
+
+def _modules(site: Site) -> dict[str, Any]:
+    def of_disk(name: str) -> Callable[..., Any]:
+        return lambda *arguments, **options: getattr(site.disk, name)(*arguments, **options)
+
+    def flock(number: int, flags: int) -> None:
+        file = site.disk.files.get(number)
+        if file is not None and file.real >= 0:
+            fcntl.flock(file.real, flags)
+
+    clock = Module(
+        time,
+        time=lambda: site.cluster.time(),
+        monotonic=lambda: site.cluster.now(),
+        sleep=lambda seconds: site.cluster.sleep(seconds),
+    )
+    return {
+        "os": Module(os, getpid=site.pid, **{name: of_disk(name) for name in _OF_DISK}),
+        "shutil": Module(shutil, rmtree=of_disk("rmtree")),
+        "fcntl": Module(fcntl, flock=flock),
+        "mmap": Module(mmap, mmap=lambda number, size, offset=0: Pages(site, number, size, offset)),
+        "time": clock,
+        "secrets": Module(secrets, token_hex=lambda size=8: site.cluster.token(size)),
+        "threading": Module(threading, get_ident=site.pid),
+        "Path": _path_class(site),
+    }
+
+
+_REPLACED: dict[Any, str] = {
+    disks: "os fcntl shutil time threading",
+    local: "os shutil secrets time Path",
+    store: "os",
+    rendezvous: "time secrets",
+    remote: "time secrets",
+    saving: "time secrets",
+    restoring: "secrets",
+    manager: "time",
+    manifest: "time",
+    ledger: "os time secrets Path",
+    documents: "os mmap",
+    orders: "os secrets",
+    agreement: "time secrets",
+    runs: "secrets",
+}
+
+
+class _PassNumbers:
+    """The passes of each process, counted from 1."""
+
+    def __init__(self, site: Site) -> None:
+        self._site = site
+
+    def __next__(self) -> int:
+        rank = self._site.cluster.current
+        if rank is None:
+            return 1
+        rank.passes += 1
+        return rank.passes
+
+
+class _Counters:
+    """Counters of each process."""
+
+    def __init__(self, site: Site, name: str) -> None:
+        self._site, self._name = site, name
+
+    def next(self, key: str) -> int:
+        rank = self._site.cluster.current
+        counts = Counter[str]() if rank is None else rank.made
+        counts[f"{self._name} {key}"] = counts.get(f"{self._name} {key}", 0) + 1
+        return counts[f"{self._name} {key}"]
+
+
+@contextmanager
+def installed(site: Site) -> Iterator[Site]:
+    """Replace the modules, for any number of histories."""
+    modules = _modules(site)
+    group = Module(None, get_world_size=lambda: len(site.cluster.ranks), get_rank=lambda: site.cluster.current.number)  # type: ignore[union-attr]
+    changes = [(module, name, modules[name]) for module, names in _REPLACED.items() for name in names.split()]
+    changes += [
+        (store, "started", site.started),
+        (store, "machine", lambda: "machine"),
+        (remote, "Objects", objects_of(lambda: site.bucket)),
+        (ledger, "process_space", lambda: ""),
+        (ledger, "_numbers", _PassNumbers(site)),
+        (keyvalue, "process_group", lambda: None if site.values is None else group),
+        (keyvalue, "_store", lambda: site.values),
+        (lanes, "_made", _Counters(site, "made")),
+        (lanes, "_loaders", _Counters(site, "loaders")),
+        (runs, "_draws", _Counters(site, "draws")),
+    ]
+    before = [(module, name, getattr(module, name)) for module, name, _ in changes]
+    for module, name, value in changes:
+        setattr(module, name, value)
+    try:
+        yield site
+    finally:
+        gc.collect()  # finalizers close descriptors of the simulated disk
+        for module, name, value in before:
+            setattr(module, name, value)
+
+
+class Pages:
+    """Mapped memory, into which a dead process stores nothing."""
+
+    def __init__(self, site: Site, number: int, size: int, offset: int) -> None:
+        file = site.disk.files[number]
+        self._rank, self._pages = file.rank, mmap.mmap(file.real, size, offset=offset)
+
+    def __setitem__(self, where: Any, value: Any) -> None:
+        if self._rank is None or self._rank.alive:
+            self._pages[where] = value
+
+
+def _path_class(site: Site) -> type[PosixPath]:
+    """Return a class of paths whose changes pass the disk."""
+
+    class SimulatedPath(PosixPath):
+        def mkdir(self, mode: int = 0o777, parents: bool = False, exist_ok: bool = False) -> None:
+            try:
+                site.disk.mkdir(self, mode)
+            except FileNotFoundError:
+                if not parents:
+                    raise
+                self.parent.mkdir(parents=True, exist_ok=True)
+                self.mkdir(mode, exist_ok=exist_ok)
+            except FileExistsError:
+                if not exist_ok:
+                    raise
+
+        def unlink(self, missing_ok: bool = False) -> None:
+            try:
+                site.disk.unlink(self)
+            except FileNotFoundError:
+                if not missing_ok:
+                    raise
+
+        def rmdir(self) -> None:
+            site.disk.rmdir(self)
+
+        def open(self, mode: str = "r", *arguments: Any, **options: Any) -> Any:
+            if "w" not in mode:
+                return super().open(mode, *arguments, **options)
+            return Writer(site.disk, site.disk.open(self, os.O_WRONLY | os.O_CREAT | os.O_TRUNC))
+
+        def write_bytes(self, data: Any) -> int:
+            with self.open("wb") as file:
+                file.write(data)
+            return len(data)
+
+    return SimulatedPath
+
+
+class Writer:
+    """A file that is written from its beginning."""
+
+    def __init__(self, disk: Disk, number: int) -> None:
+        self._disk, self._number = disk, number
+
+    def __enter__(self) -> Writer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._disk.close(self._number)
+
+    def write(self, data: bytes) -> None:
+        while data:
+            data = data[self._disk.write(self._number, data) :]
+
+    def flush(self) -> None:
+        pass
+
+    def fileno(self) -> int:
+        return self._number
