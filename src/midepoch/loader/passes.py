@@ -197,6 +197,8 @@ class Pass(Resumable):
                 self._start = Start(self.start.next_epoch(), rolled=True)
                 self._go_to(self._start.cursor)
                 continue
+            if not self._made and self.leased is None:
+                loader._compare(self.start, first=False)  # a pass also for this rank: others may have had a batch
             self._over = self.ended = True
             self._record_end(feed)
             loader._finish(feed.end, rolled=self._start.rolled)
