@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -134,6 +135,15 @@ def proxy(s3_server: Server) -> Iterator[Proxy]:
 def torch_forks() -> Iterator[Forks]:
     """Runs scripts that train with torch."""
     with Forks("torch", "torch._dynamo", "pyarrow.parquet", *MIDEPOCH) as forks:  # which any optimizer of torch imports
+        yield forks
+
+
+@pytest.fixture(scope="session")
+def framework_forks() -> Iterator[Forks]:
+    """Runs scripts that train with a framework, which takes 5 s to import."""
+    trainers = [f"trl.trainer.{name}_trainer" for name in ("grpo", "sft", "dpo") if importlib.util.find_spec("trl")]
+    packages = ("torch._dynamo", "pyarrow.parquet", "pandas", "transformers.trainer", "transformers.models.llama")
+    with Forks(*packages, "accelerate", "lightning.pytorch", *MIDEPOCH, *trainers) as forks:
         yield forks
 
 

@@ -1,22 +1,28 @@
 """Scripts as processes of their own, forked from one that has imported what all of them need: torch and the first
 optimizer cost 3 s in every new Python, a fork some milliseconds.
 
-    python forks.py MODULE ...
+    python forks.py FOLDER MODULE ...
 """
 
 from __future__ import annotations
 
 import builtins
+import fcntl
 import gc
+import hashlib
 import importlib
 import json
 import os
 import secrets
+import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from select import select
 from types import ModuleType, TracebackType
@@ -56,17 +62,45 @@ def together(*actions: Callable[[], Any]) -> list[int]:
 
 
 class Forks:
-    """Runs scripts with ``modules`` in place already. What a script does to its process stays there."""
+    """Runs scripts with ``modules`` in place already. What a script does to its process stays there.
+
+    All test processes of a run share one server for the same modules: it ends when the last of them has closed.
+    """
 
     def __init__(self, *modules: str) -> None:
-        one = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")  # no threads where forks come from
-        self._process = subprocess.Popen(
-            [sys.executable, __file__, *modules],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env={**os.environ, **one},
-        )
+        run = os.environ.get("PYTEST_XDIST_TESTRUNUID", str(os.getpid()))
+        name = hashlib.sha256(" ".join((str(os.getuid()), run, *modules)).encode()).hexdigest()[:16]
+        self._folder = Path(tempfile.gettempdir(), f"forks-{name}")  # the path of a socket has 107 bytes at most
+        with locked(self._folder):
+            try:
+                self._socket = self._connected()
+            except OSError:
+                self._start(modules)
+                self._socket = self._connected()
+        self._answers = self._socket.makefile()
+
+    def _connected(self) -> socket.socket:
+        connection = socket.socket(socket.AF_UNIX)
+        try:
+            connection.connect(str(self._folder / "socket"))
+        except OSError:
+            connection.close()
+            raise
+        return connection
+
+    def _start(self, modules: Sequence[str]) -> None:
+        """Start the server, a process that outlives this one if another still needs it. It listens when this returns."""
+        own = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")  # no threads where forks come from
+        own["HF_HOME"] = str(self._folder / "hf")  # read when a package of Hugging Face is imported
+        with open(self._folder / "log", "wb") as log:
+            subprocess.run(
+                [sys.executable, __file__, str(self._folder), *modules],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env={**os.environ, **own},
+                check=True,
+            )
 
     def run(
         self,
@@ -80,15 +114,15 @@ class Forks:
 
         ``envs``: what differs further for each. ``together``: when one ends badly, the others are killed.
         """
-        assert self._process.stdin is not None and self._process.stdout is not None
         own = [{**os.environ, **(env or {}), **each} for each in envs or [{}] * len(commands)]
         request = {"commands": commands, "cwd": str(cwd or Path.cwd()), "envs": own, "together": together}
-        self._process.stdin.write(json.dumps(request) + "\n")
-        self._process.stdin.flush()
-        line = self._process.stdout.readline() if select([self._process.stdout], [], [], PATIENCE + 60)[0] else ""
+        line = ""
+        with suppress(ConnectionError):
+            self._socket.sendall(json.dumps(request).encode() + b"\n")
+            line = self._answers.readline() if select([self._socket], [], [], PATIENCE + 60)[0] else ""
         if not line:
-            self._process.kill()
-            raise RuntimeError(f"the process that scripts are forked from hangs, or has ended ({self._process.wait()})")
+            said = (self._folder / "log").read_text()[-3000:]
+            raise RuntimeError(f"the process that scripts are forked from hangs, or has ended: {said}")
         answers = json.loads(line)
         return [
             subprocess.CompletedProcess(command, *answer) for command, answer in zip(commands, answers, strict=True)
@@ -138,23 +172,72 @@ class Forks:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        # It waits for the next request, and would for ever if asked to end by the end of its input: whatever this process
-        # has forked since, and still runs, holds that open as well.
-        with self._process:
-            self._process.kill()
+        # Not only closed: whatever this process has forked since, and still runs, has the connection open as well.
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._answers.close()
+        self._socket.close()
 
 
-def serve(modules: Sequence[str]) -> None:
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Hold the lock of a folder that is made if need be, and that its server removes in the end."""
+    while True:
+        folder.mkdir(mode=0o700, exist_ok=True)
+        with suppress(FileNotFoundError), open(folder / "lock", "a") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if os.path.samestat(os.fstat(lock.fileno()), os.stat(folder / "lock")):
+                yield
+                return
+
+
+def listen(folder: Path, modules: Sequence[str]) -> None:
+    """Be a server: a fork for each connection, until the last connection has ended."""
+    with suppress(FileNotFoundError):
+        os.unlink(folder / "socket")  # of a server that has ended
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(str(folder / "socket"))
+    listener.listen()
+    if os.fork():
+        os._exit(0)  # who started it need not wait for it
+    os.setsid()
     for name in modules:
         importlib.import_module(name)
     gc.collect()
     gc.freeze()  # a collection in a fork would copy every page
-    for line in sys.stdin:
+    connections: set[int] = set()
+    listener.settimeout(0.2)
+    quiet = time.monotonic() + PATIENCE
+    while True:
+        while connections and (pid := os.waitpid(-1, os.WNOHANG)[0]):
+            connections.remove(pid)
+            quiet = 0.0  # somebody was here: with the last connection it ends
+        over = not connections and time.monotonic() > quiet
+        with locked(folder) if over else nullcontext():  # nobody connects meanwhile
+            try:
+                connection, _ = listener.accept()
+            except TimeoutError:
+                if over:
+                    shutil.rmtree(folder)
+                    return
+                continue
+        if not (pid := os.fork()):
+            listener.close()
+            serve(connection)
+            return
+        connection.close()
+        connections.add(pid)
+
+
+def serve(connection: socket.socket) -> None:
+    """Answer the requests of one connection."""
+    for line in connection.makefile():
         request = json.loads(line)
         running = []
         for command, env in zip(request["commands"], request["envs"], strict=True):
             out, err = tempfile.TemporaryFile("w+"), tempfile.TemporaryFile("w+")  # noqa: SIM115
             if not (pid := os.fork()):
+                os.close(connection.detach())
                 become(command, request["cwd"], env, out, err)
                 return
             running.append((pid, out, err))
@@ -164,7 +247,7 @@ def serve(modules: Sequence[str]) -> None:
             answers.append((codes[pid], *(file.read() for file in (out, err) if not file.seek(0))))
             out.close()
             err.close()
-        print(json.dumps(answers), flush=True)
+        connection.sendall(json.dumps(answers).encode() + b"\n")
 
 
 def wait_for(pids: Sequence[int], together: bool) -> dict[int, int]:
@@ -199,4 +282,4 @@ def become(command: list[str], cwd: str, env: dict[str, str], out: IO[Any], err:
 
 
 if __name__ == "__main__":
-    serve(sys.argv[1:])
+    listen(Path(sys.argv[1]), sys.argv[2:])

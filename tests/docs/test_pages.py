@@ -13,7 +13,7 @@ import pytest
 from page import ROOT, blocks_of
 
 import s3
-from forks import MIDEPOCH, Forks
+from forks import Forks
 
 PAGES = sorted(
     str(path.relative_to(ROOT))
@@ -37,17 +37,6 @@ def programs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module")
-def forks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Forks]:
-    """Runs pages, many of which import the same large packages. Those of Hugging Face read HF_HOME at that time."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("HF_HOME", str(tmp_path_factory.mktemp("hf")))
-        packages = ("torch", "torch._dynamo", "pyarrow.parquet", "pandas", "transformers.trainer", "lightning")
-        started = Forks(*packages, *MIDEPOCH)
-    with started as forks:
-        yield forks
-
-
 @pytest.fixture
 def store(tmp_path: Path) -> Iterator[dict[str, str]]:
     """The settings for a real object store; what lies in the folder "store" of a page lies in it."""
@@ -63,7 +52,9 @@ def store(tmp_path: Path) -> Iterator[dict[str, str]]:
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_page(page: str, tmp_path: Path, programs: Path, forks: Forks, request: pytest.FixtureRequest) -> None:
+def test_page(
+    page: str, tmp_path: Path, programs: Path, framework_forks: Forks, request: pytest.FixtureRequest
+) -> None:
     if not blocks_of(ROOT / page):
         return
     # Caches of its own: pages have datasets of one name and different contents.
@@ -73,7 +64,7 @@ def test_page(page: str, tmp_path: Path, programs: Path, forks: Forks, request: 
         settings |= request.getfixturevalue("store")
     script = str(Path(__file__).with_name("page.py"))
     of_hub = "hf://" in (ROOT / page).read_text()  # the settings of the Hub are read when a package of it is imported
-    [done] = (request.getfixturevalue("torch_forks") if of_hub else forks).run(
+    [done] = (request.getfixturevalue("torch_forks") if of_hub else framework_forks).run(
         [script, str(ROOT / page), str(programs)], cwd=tmp_path, env=settings
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]

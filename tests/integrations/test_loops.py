@@ -9,7 +9,7 @@ import pytest
 
 import launch
 import midepoch
-from forks import MIDEPOCH, Forks
+from forks import Forks
 from launch import Program
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -65,10 +65,9 @@ def check(program: Program, name: str, ranks: int, ends: str, tmp_path: Path) ->
 
 
 @pytest.mark.slow  # 20 s: 14 ranks
-def test_datamodule_on_other_numbers_of_ranks(tmp_path: Path) -> None:
+def test_datamodule_on_other_numbers_of_ranks(framework_forks: Forks, tmp_path: Path) -> None:
     """Lightning on 4, 2 and 8 ranks, killed in between: the global batches of 4 ranks. A checkpoint every two steps."""
-    with Forks("torch._dynamo", "pyarrow.parquet", "lightning.pytorch", *MIDEPOCH) as forks:
-        check_datamodule(forks.program, tmp_path)
+    check_datamodule(framework_forks.program, tmp_path)
 
 
 def check_datamodule(program: Program, tmp_path: Path) -> None:

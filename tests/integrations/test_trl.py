@@ -7,28 +7,19 @@ import json
 import random
 import signal
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import midepoch
-from forks import MIDEPOCH, Forks
+from forks import Forks
 from midepoch.audit import read_run
 
 pytest.importorskip("trl", reason="midepoch[trl] is not installed")
 
 JOB = Path(__file__).with_name("trl_job.py")
 EXAMPLES = Path(__file__).parents[2] / "examples"
-
-
-@pytest.fixture(scope="module")
-def trl_forks() -> Iterator[Forks]:
-    """Runs scripts that train with TRL, which takes 5 s to import."""
-    trainers = [f"trl.trainer.{name}_trainer" for name in ("grpo", "sft", "dpo")]
-    with Forks("torch._dynamo", "pyarrow.parquet", "transformers.models.llama", *MIDEPOCH, *trainers) as forks:
-        yield forks
 
 
 def attempt(forks: Forks, folder: Path, ranks: int = 1, **options: Any) -> None:
@@ -85,46 +76,46 @@ def resumed_from(folder: Path) -> list[int]:
     ],
 )
 def test_every_prompt_once_over_kills(
-    options: dict[str, Any], prompts: int, epochs: int, trl_forks: Forks, tmp_path: Path
+    options: dict[str, Any], prompts: int, epochs: int, framework_forks: Forks, tmp_path: Path
 ) -> None:
     always = {"per_device_train_batch_size": 4, "num_generations": 4, "save_steps": 1, "num_train_epochs": epochs}
     last = max(2, prompts * epochs // options.get("gradient_accumulation_steps", 1))
     kills = sorted(random.Random(prompts).sample(range(1, last - 1), 2))
     for die_at in kills:
-        attempt(trl_forks, tmp_path, **always, **options, prompts=prompts, die_at=die_at)
-    attempt(trl_forks, tmp_path, **always, **options, prompts=prompts)
+        attempt(framework_forks, tmp_path, **always, **options, prompts=prompts, die_at=die_at)
+    attempt(framework_forks, tmp_path, **always, **options, prompts=prompts)
     assert resumed_from(tmp_path) == [0, *kills]
     proofs = [(epoch.exact, epoch.complete) for epoch in read_run(tmp_path / "ledger").epochs]
     assert proofs == [(True, True)] * epochs
     assert trained(tmp_path) == dict.fromkeys(range(prompts), 4 * epochs)
 
 
-def test_every_prompt_once_on_other_numbers_of_ranks(trl_forks: Forks, tmp_path: Path) -> None:
+def test_every_prompt_once_on_other_numbers_of_ranks(framework_forks: Forks, tmp_path: Path) -> None:
     always = {"num_generations": 4, "steps_per_generation": 2, "save_steps": 1, "num_train_epochs": 2, "prompts": 22}
-    attempt(trl_forks, tmp_path, 1, per_device_train_batch_size=8, die_at=3, **always)
-    attempt(trl_forks, tmp_path, 2, per_device_train_batch_size=4, die_at=9, **always)
-    attempt(trl_forks, tmp_path, 1, per_device_train_batch_size=8, **always)
+    attempt(framework_forks, tmp_path, 1, per_device_train_batch_size=8, die_at=3, **always)
+    attempt(framework_forks, tmp_path, 2, per_device_train_batch_size=4, die_at=9, **always)
+    attempt(framework_forks, tmp_path, 1, per_device_train_batch_size=8, **always)
     assert resumed_from(tmp_path) == [0, 3, 9]
     assert trained(tmp_path) == dict.fromkeys(range(22), 8)
 
 
 @pytest.mark.slow
-def test_groups_across_ranks(trl_forks: Forks, tmp_path: Path) -> None:
+def test_groups_across_ranks(framework_forks: Forks, tmp_path: Path) -> None:
     """Each rank has half of the completions of every prompt, in one step."""
     always = {"num_generations": 8, "gradient_accumulation_steps": 2, "save_steps": 1, "prompts": 7}
-    attempt(trl_forks, tmp_path, 2, per_device_train_batch_size=2, num_train_epochs=1, die_at=4, **always)
-    attempt(trl_forks, tmp_path, 2, per_device_train_batch_size=2, num_train_epochs=1, **always)
+    attempt(framework_forks, tmp_path, 2, per_device_train_batch_size=2, num_train_epochs=1, die_at=4, **always)
+    attempt(framework_forks, tmp_path, 2, per_device_train_batch_size=2, num_train_epochs=1, **always)
     assert resumed_from(tmp_path) == [0, 4]
     assert trained(tmp_path) == dict.fromkeys(range(7), 8)
 
 
-def test_iterations_that_were_cut_are_repeated(trl_forks: Forks, tmp_path: Path) -> None:
+def test_iterations_that_were_cut_are_repeated(framework_forks: Forks, tmp_path: Path) -> None:
     """Two iterations over each generation: a kill between them generates again for its prompts, and for no others."""
     always = {"per_device_train_batch_size": 4, "num_generations": 4, "steps_per_generation": 2, "num_iterations": 2}
     always |= {"save_steps": 1, "max_steps": 14, "prompts": 6}
-    attempt(trl_forks, tmp_path, die_at=4, **always)  # after both iterations of the first generation
-    attempt(trl_forks, tmp_path, die_at=7, **always)  # one prompt of the second has had both, the other one
-    attempt(trl_forks, tmp_path, **always)
+    attempt(framework_forks, tmp_path, die_at=4, **always)  # after both iterations of the first generation
+    attempt(framework_forks, tmp_path, die_at=7, **always)  # one prompt of the second has had both, the other one
+    attempt(framework_forks, tmp_path, **always)
     assert resumed_from(tmp_path) == [0, 4, 7]
     prompts = [set(prompts) for _, prompts in steps_of(tmp_path / "prompts-0.txt")]
     a, b, c, d, e, f = (prompts[step] for step in (0, 1, 4, 5, 8, 11))
@@ -132,13 +123,13 @@ def test_iterations_that_were_cut_are_repeated(trl_forks: Forks, tmp_path: Path)
     assert sorted(number for each in (a, b, c, d, e, f) for number in each) == list(range(6))
 
 
-def test_filtered_prompts(trl_forks: Forks, tmp_path: Path) -> None:
+def test_filtered_prompts(framework_forks: Forks, tmp_path: Path) -> None:
     """A stream of unknown length, by steps, over two epochs."""
     always = {"per_device_train_batch_size": 4, "num_generations": 4, "steps_per_generation": 3, "save_steps": 1}
     always |= {"max_steps": 14, "prompts": 20, "kept": 7}
-    attempt(trl_forks, tmp_path, die_at=5, **always)
-    attempt(trl_forks, tmp_path, die_at=8, **always)
-    attempt(trl_forks, tmp_path, **always)
+    attempt(framework_forks, tmp_path, die_at=5, **always)
+    attempt(framework_forks, tmp_path, die_at=8, **always)
+    attempt(framework_forks, tmp_path, **always)
     assert trained(tmp_path) == dict.fromkeys(range(7), 8)
 
 
@@ -149,16 +140,16 @@ def test_filtered_prompts(trl_forks: Forks, tmp_path: Path) -> None:
         ({"gradient_accumulation_steps": 4, "steps_per_generation": 2, "kept": 7}, "Raise steps_per_generation"),
     ],
 )
-def test_refused(options: dict[str, Any], message: str, trl_forks: Forks, tmp_path: Path) -> None:
+def test_refused(options: dict[str, Any], message: str, framework_forks: Forks, tmp_path: Path) -> None:
     always = {"per_device_train_batch_size": 4, "num_generations": 4, "max_steps": 2, "prompts": 8}
-    (refused,) = trl_forks.run([str(JOB), str(tmp_path), json.dumps(always | options)])
+    (refused,) = framework_forks.run([str(JOB), str(tmp_path), json.dumps(always | options)])
     assert refused.returncode == 1
     assert message in refused.stderr
 
 
-def test_example(trl_forks: Forks, tmp_path: Path) -> None:
-    attempt(trl_forks, tmp_path, example=[str(tmp_path)], die_at=7)
-    attempt(trl_forks, tmp_path, ranks=2, example=[str(tmp_path), "--batch", "4"])
+def test_example(framework_forks: Forks, tmp_path: Path) -> None:
+    attempt(framework_forks, tmp_path, example=[str(tmp_path)], die_at=7)
+    attempt(framework_forks, tmp_path, ranks=2, example=[str(tmp_path), "--batch", "4"])
     assert resumed_from(tmp_path) == [0, 6]
     assert trained(tmp_path) == dict.fromkeys(range(40), 4)
     (epoch,) = read_run(tmp_path / "ledger").epochs
@@ -166,8 +157,8 @@ def test_example(trl_forks: Forks, tmp_path: Path) -> None:
     assert (epoch.leases.acknowledged, epoch.never, epoch.leases.out) == (40, 0, 0)
 
 
-def test_rows_are_prepared_as_by_trl(trl_forks: Forks, tmp_path: Path) -> None:
-    done = trl_forks.run([str(JOB.with_name("trl_prepared_job.py")), str(tmp_path)])
+def test_rows_are_prepared_as_by_trl(framework_forks: Forks, tmp_path: Path) -> None:
+    done = framework_forks.run([str(JOB.with_name("trl_prepared_job.py")), str(tmp_path)])
     assert done[0].returncode == 0, done[0].stderr[-3000:]
     cases = json.loads((tmp_path / "rows.json").read_text())
     for case, (theirs, ours) in cases.items():
@@ -195,13 +186,13 @@ def global_batches(folder: Path, first: int, last: int) -> list[list[int]]:
     ("name", "worlds"), [("sft", (4, 2, 8)), pytest.param("dpo", (2, 1, 2), marks=pytest.mark.slow)]
 )
 def test_same_global_batches_on_other_numbers_of_ranks(
-    name: str, worlds: tuple[int, ...], trl_forks: Forks, tmp_path: Path
+    name: str, worlds: tuple[int, ...], framework_forks: Forks, tmp_path: Path
 ) -> None:
     script, steps, found = str(EXAMPLES / f"{name}_trl.py"), (3, 9, 12), []
     for ranks, first, last in zip(worlds, (1, 3, 9), steps, strict=True):  # a checkpoint every two steps
         die = () if last == steps[-1] else ("--die-at", str(last))
         command = [script, str(tmp_path), *die]
-        done = trl_forks.world(ranks, *command) if ranks > 1 else trl_forks.run(command)
+        done = framework_forks.world(ranks, *command) if ranks > 1 else framework_forks.run(command)
         codes = {one.returncode for one in done}
         assert codes == ({-signal.SIGKILL} if die else {0}), done[0].stderr[-3000:]
         found += global_batches(tmp_path, first, last - (last % 2 if die else 0))
