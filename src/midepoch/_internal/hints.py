@@ -122,6 +122,12 @@ class Elsewhere:
 
 def nearest(name: str, names: Iterable[str], form: str) -> str:
     """Return "Did you mean …?" with the nearest of some names, or "" if none is near."""
+    return _nearest(name, tuple(names), form)
+
+
+# Frameworks call hasattr() with the same names again and again: 2 ms each without a cache.
+@functools.lru_cache(maxsize=1024)
+def _nearest(name: str, names: tuple[str, ...], form: str) -> str:
     public = [each for each in names if not each.startswith("_")]
     by_case = {each.lower(): each for each in public}
     found = difflib.get_close_matches(name.lower(), by_case, n=1, cutoff=0.7)
