@@ -234,13 +234,19 @@ def serve(connection: socket.socket) -> None:
     for line in connection.makefile():
         request = json.loads(line)
         running = []
+        gate, opened = os.pipe()  # none begins before all are there, as ranks that a launcher starts
         for command, env in zip(request["commands"], request["envs"], strict=True):
             out, err = tempfile.TemporaryFile("w+"), tempfile.TemporaryFile("w+")  # noqa: SIM115
             if not (pid := os.fork()):
                 os.close(connection.detach())
+                os.close(opened)
+                os.read(gate, 1)
+                os.close(gate)
                 become(command, request["cwd"], env, out, err)
                 return
             running.append((pid, out, err))
+        os.close(opened)
+        os.close(gate)
         codes = wait_for([pid for pid, _, _ in running], request["together"])
         answers = []
         for pid, out, err in running:

@@ -3,25 +3,19 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import tracer
 
+from forks import Forks
+
 unavailable = tracer.available()
 pytestmark = pytest.mark.skipif(unavailable is not None, reason=str(unavailable))
 
 
-def run(*arguments: str, least: int) -> None:
-    done = subprocess.run(
-        [sys.executable, str(Path(__file__).with_name("crash.py")), *arguments],
-        capture_output=True,
-        text=True,
-        timeout=400,
-        check=False,
-    )
+def run(forks: Forks, *arguments: str, least: int) -> None:
+    [done] = forks.run([str(Path(__file__).with_name("crash.py")), *arguments])
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["calls"] >= least, "the save made fewer calls than it can do without: the tracer missed some"
@@ -30,14 +24,14 @@ def run(*arguments: str, least: int) -> None:
 @pytest.mark.parametrize("how", ["kill", "power"])
 @pytest.mark.parametrize("case", ["new", "replace"])
 @pytest.mark.parametrize("mode", ["sync", "async"])
-def test_own_files(mode: str, case: str, how: str) -> None:
-    run("files", mode, case, how, least=25)
+def test_own_files(mode: str, case: str, how: str, plain_forks: Forks) -> None:
+    run(plain_forks, "files", mode, case, how, least=25)
 
 
 @pytest.mark.parametrize("how", ["kill", "power"])
 @pytest.mark.parametrize("mode", ["sync", "async"])
-def test_torch_distributed_checkpoints(mode: str, how: str) -> None:
-    run("dcp", mode, "new", how, least=25)
+def test_torch_distributed_checkpoints(mode: str, how: str, torch_forks: Forks) -> None:
+    run(torch_forks, "dcp", mode, "new", how, least=25)
 
 
 @pytest.mark.parametrize(
@@ -45,6 +39,5 @@ def test_torch_distributed_checkpoints(mode: str, how: str) -> None:
     [("sync", "4"), ("async", "8"), *(pytest.param(mode, "1", marks=pytest.mark.slow) for mode in ("sync", "async"))],
 )
 @pytest.mark.parametrize("how", ["kill", "power"])
-def test_orbax(mode: str, every: str, how: str) -> None:
-    pytest.importorskip("orbax.checkpoint")
-    run("orbax", mode, "new", how, every, least=80)
+def test_orbax(mode: str, every: str, how: str, jax_forks: Forks) -> None:
+    run(jax_forks, "orbax", mode, "new", how, every, least=80)

@@ -7,7 +7,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -31,16 +31,16 @@ def data(make_files: Any) -> str:
     return str(Path(make_files([20, 28])[0]).parent)
 
 
-@pytest.fixture(scope="module")
-def run() -> Iterator[Run]:
+@pytest.fixture
+def run(plain_forks: Forks) -> Run:
     """Runs ranks, each a process of its own; what each said."""
 
     def said(folder: Path, data: str, size: int, how: str, step: int = 0, when: str = "") -> list[str]:
         commands = [[str(JOB), str(folder), data, str(rank), str(size), how, str(step), when] for rank in range(size)]
-        return [done.stdout.strip() or f"rc {done.returncode}: {done.stderr[-2000:]}" for done in forks.run(*commands)]
+        ended = plain_forks.run(*commands)
+        return [done.stdout.strip() or f"rc {done.returncode}: {done.stderr[-2000:]}" for done in ended]
 
-    with Forks("numpy.ma", "numpy.random", "midepoch.open", "midepoch.loader", "midepoch.checkpoint") as forks:
-        yield said
+    return said
 
 
 @pytest.mark.parametrize("how", ["save", "async"])
@@ -242,10 +242,14 @@ dist.destroy_process_group()
 """
 
 
-def torchrun(size: int, tmp_path: Path, *jobs: list[Any]) -> list[Any]:
-    """Several jobs in one launch, one after the other; what rank 0 said at the end of each."""
+def ranks_of_torch(size: int, tmp_path: Path, forks: Forks | None, *jobs: list[Any]) -> list[Any]:
+    """Several jobs in one launch (forked, or by torchrun), one after the other; what rank 0 said at the end of each."""
     path = tmp_path / "job.py"
     path.write_text(TORCH)
+    if forks is not None:
+        done, *others = forks.world(size, str(path), json.dumps(jobs))
+        assert not any(one.returncode for one in (done, *others)), [one.stderr[-4000:] for one in (done, *others)]
+        return [json.loads(line[5:]) for line in done.stdout.splitlines() if line.startswith("said ")]
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={size}", str(path)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCHELASTIC_ERROR_FILE": str(tmp_path / "error.json")}
     done = subprocess.run(
@@ -255,19 +259,23 @@ def torchrun(size: int, tmp_path: Path, *jobs: list[Any]) -> list[Any]:
     return [json.loads(line[5:]) for line in done.stdout.splitlines() if line.startswith("said ")]
 
 
+@pytest.mark.parametrize("by", ["forked", pytest.param("torchrun", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("how", [pytest.param("sync", marks=pytest.mark.slow), "async"])
-def test_ddp_and_fsdp2_under_torchrun_at_other_sizes(how: str, data: str, tmp_path: Path) -> None:
+def test_ddp_and_fsdp2_at_other_sizes(how: str, by: str, data: str, tmp_path: Path, torch_forks: Forks) -> None:
+    forks = torch_forks if by == "forked" else None
     run, sharded = str(tmp_path / "run"), str(tmp_path / "sharded")
-    whole, half, saved = torchrun(
+    whole, half, saved = ranks_of_torch(
         2,
         tmp_path,
+        forks,
         ["ddp", str(tmp_path / "whole"), data, 8, how],
         ["ddp", run, data, 4, how],
         ["fsdp", sharded, "save", how],
     )
     assert half[1] == 4 and PipelineCheckpoint(run).steps() == [2, 4]
     assert {"arrays/__0_0.distcp", "arrays/__1_0.distcp"} <= set(PipelineCheckpoint(sharded)._manifest(3).files)
-    resumed, restored = torchrun(3, tmp_path, ["ddp", run, data, 8, how], ["fsdp", sharded, "restore", how])
+    again = (["ddp", run, data, 8, how], ["fsdp", sharded, "restore", how])
+    resumed, restored = ranks_of_torch(3, tmp_path, forks, *again)
     assert resumed == whole, "the global batch is the same, so the weights are"
     assert PipelineCheckpoint(run).steps() == [6, 8]
     assert restored == saved
@@ -312,28 +320,14 @@ for backend, sharding in (("files", copied), ("orbax", spread)):
 """
 
 
-def test_under_jax_with_several_processes(data: str, tmp_path: Path) -> None:
+def test_under_jax_with_several_processes(data: str, tmp_path: Path, jax_forks: Forks) -> None:
     path = tmp_path / "job.py"
     path.write_text(JAX)
     for how, size in (("save", 2), ("restore", 3)):
         port = str(ports.free())
-        processes = [
-            subprocess.Popen(
-                [sys.executable, str(path), str(rank), str(size), port, str(tmp_path), how, data],
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-            for rank in range(size)
-        ]
-        try:
-            for process in processes:
-                out, err = process.communicate(timeout=300)
-                assert "done files\n" in out and "done orbax\n" in out, err[-3000:]
-        finally:
-            for process in processes:
-                with process:
-                    process.kill()
+        ranks = [[str(path), str(rank), str(size), port, str(tmp_path), how, data] for rank in range(size)]
+        for done in jax_forks.run(*ranks, together=True):
+            assert "done files\n" in done.stdout and "done orbax\n" in done.stdout, done.stderr[-3000:]
 
 
 def test_a_rank_that_has_said_that_it_is_done_may_die(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
