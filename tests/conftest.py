@@ -143,7 +143,7 @@ def framework_forks() -> Iterator[Forks]:
     """Runs scripts that train with a framework, which takes 5 s to import."""
     trainers = [f"trl.trainer.{name}_trainer" for name in ("grpo", "sft", "dpo") if importlib.util.find_spec("trl")]
     packages = ("torch._dynamo", "pyarrow.parquet", "pandas", "transformers.trainer", "transformers.models.llama")
-    with Forks(*packages, "accelerate", "lightning.pytorch", *MIDEPOCH, *trainers) as forks:
+    with Forks(*packages, "accelerate", "lightning.pytorch", "midepoch.cli.app", *MIDEPOCH, *trainers) as forks:
         yield forks
 
 

@@ -27,13 +27,11 @@ PAGES = sorted(
 
 
 @pytest.fixture(scope="module")
-def programs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The programs that pages call, as this Python has them."""
+def programs(tmp_path_factory: pytest.TempPathFactory, framework_forks: Forks) -> Path:
+    """The programs that pages call, forked from a process that has imported what they need."""
     folder = tmp_path_factory.mktemp("programs")
-    command = folder / "midepoch"
-    command.write_text(f"#!{sys.executable}\nfrom midepoch.cli import main\nmain()\n")
-    command.chmod(0o755)
-    (folder / "python").symlink_to(sys.executable)
+    framework_forks.executable(folder / "midepoch", "-m", "midepoch")
+    framework_forks.executable(folder / "python")
     return folder
 
 

@@ -88,5 +88,5 @@ def test_an_iterator_that_a_script_leaves_behind_is_silent(suffix: str, tmp_path
     (tmp_path / "script.py").write_text(HELD)
     with Forks("midepoch", "midepoch.loader.direct") as forks:
         commands = [[str(tmp_path / "script.py"), str(path), str(tmp_path / f"{kind}"), kind] for kind in KINDS]
-        for kind, done in zip(KINDS, forks.run(*commands), strict=True):
+        for kind, done in zip(KINDS, forks.run(*commands, teardown=True), strict=True):
             assert (done.returncode, done.stdout, done.stderr) == (0, "", ""), kind
