@@ -26,7 +26,7 @@ def assert_resumes_exactly(
     *,
     epochs: int = 2,
     resume_with: Sequence[Make] = (),
-    steps: Iterable[int] | None = None,
+    steps: Iterable[int] | Mapping[int, int | None] | None = None,
     tail: int | None = None,
 ) -> int:
     """Save at every moment of ``epochs`` epochs, resume each state in a fresh object, and compare what follows.
@@ -38,14 +38,15 @@ def assert_resumes_exactly(
     - ``make`` returns a fresh loader or dataset (anything that iterates an epoch and has ``state_dict`` and
       ``load_state_dict``)
     - ``resume_with``: other makers that must continue in the same way (another ``num_workers``)
-    - ``steps``: only these moments, counted over all epochs
+    - ``steps``: only these moments, counted over all epochs; a mapping gives each a ``tail`` of its own
     - ``tail``: compare only this many items after a resume
     """
     cuts, items = _uninterrupted(make, epochs)
     wanted = range(len(cuts)) if steps is None else [step for step in steps if step < len(cuts)]
     checked = 0
+    tails = steps if isinstance(steps, Mapping) else dict.fromkeys(wanted, tail)
     for step in wanted:
-        done, state, at_end = cuts[step]
+        (done, state, at_end), tail = cuts[step], tails[step]
         for number, other in enumerate((make, *resume_with)):
             expected = items[done:] if tail is None else items[done : done + tail]
             found = _resumed(other, state, len(expected), at_end)

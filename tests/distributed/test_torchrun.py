@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 import midepoch
-from launch import end, launch, torchrun
+from launch import Launch, end, launch, torchrun
 from midepoch.audit import read_run
 
 HERE = Path(__file__).parent
@@ -32,7 +32,8 @@ def read(path: Path) -> Any:
     return json.loads(path.read_text())
 
 
-def test_the_three_recipes_at_another_number_of_ranks(data: str, tmp_path: Path) -> None:
+def test_the_three_recipes_at_another_number_of_ranks(data: str, tmp_path: Path, launched: Launch) -> None:
+    """Two ranks by torchrun itself, whatever starts the three."""
     job = str(HERE / "recipes_job.py")
     torchrun(2, job, str(tmp_path), data, "train")
     first = [read(tmp_path / f"train-{rank}.json") for rank in range(2)]
@@ -41,7 +42,7 @@ def test_the_three_recipes_at_another_number_of_ranks(data: str, tmp_path: Path)
     batches = [set(order[i * 12 : i * 12 + 12]) for i in range(9)]
     assert [set(a) | set(b) for a, b in zip(first[0]["rows"], first[1]["rows"], strict=True)] == batches
 
-    torchrun(3, job, str(tmp_path), data, "resume")
+    launched(3, job, str(tmp_path), data, "resume")
     second = [read(tmp_path / f"resume-{rank}.json") for rank in range(3)]
     for recipe in ("rank0", "gathered", "gathered list", "per rank"):
         runs = [one[recipe] for one in second]
