@@ -147,6 +147,14 @@ def framework_forks() -> Iterator[Forks]:
         yield forks
 
 
+@pytest.fixture(scope="session")
+def python(framework_forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A program that does what Python does with a script, -m or -c, in a fork: without imports, and without a teardown."""
+    path = tmp_path_factory.mktemp("programs") / "python"
+    framework_forks.executable(path)
+    return str(path)
+
+
 @pytest.fixture(params=["forked", pytest.param("torchrun", marks=pytest.mark.slow)])
 def launched(request: pytest.FixtureRequest, torch_forks: Forks) -> Launch:
     """Runs a script as ranks, in the environment that torchrun makes, or by torchrun itself, which takes 3 s a rank."""

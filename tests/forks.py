@@ -40,6 +40,9 @@ MIDEPOCH = (
 )
 """What most scripts import of it."""
 
+PYTHON = "FORKS_PYTHON"
+"""In the environment of a script: the program that it takes for Python."""
+
 PATIENCE = 300
 """Seconds after which a script is killed: it hangs."""
 
@@ -254,7 +257,8 @@ request = {{"command": {} + sys.argv[1:], "cwd": os.getcwd(), "env": dict(os.env
 socket.send_fds(connection, [json.dumps(request).encode() + b"\\n"], [0, 1, 2])
 code = int(connection.makefile().readline())
 if code < 0:
-    signal.signal(-code, signal.SIG_DFL)
+    if -code != signal.SIGKILL:
+        signal.signal(-code, signal.SIG_DFL)
     os.kill(os.getpid(), -code)
 sys.exit(code)
 """
@@ -269,6 +273,7 @@ def serve(connection: socket.socket) -> None:
         if not (pid := os.fork()):
             os.close(connection.detach())
             become(request["command"], request["cwd"], request["env"], *files)
+        threading.Thread(target=_kill_without, args=(connection.dup(), pid), daemon=True).start()
         connection.sendall(b"%d\n" % wait_for([pid], together=False)[pid])
         return
     while line:
@@ -298,6 +303,13 @@ def serve(connection: socket.socket) -> None:
         line = _line(connection)
 
 
+def _kill_without(connection: socket.socket, pid: int) -> None:
+    """Kill a fork when the program that it stands for has been killed."""
+    with suppress(OSError):
+        connection.recv(1)
+        os.kill(pid, signal.SIGKILL)
+
+
 def _line(connection: socket.socket, received: bytes = b"") -> bytes:
     """The next line, of which so much was received already; nothing if the connection has ended."""
     while not received.endswith(b"\n"):
@@ -321,7 +333,7 @@ def wait_for(pids: Sequence[int], together: bool) -> dict[int, int]:
 
 
 def become(command: list[str], cwd: str, env: dict[str, str], *files: int, teardown: bool = False) -> None:
-    """Be a Python that was started with this script (or -m and a module) and these files, to its end.
+    """Be a Python that was started with this script (or -m, or -c, and what follows) and these files, to its end.
 
     Without a teardown it ends here: after threads, what was registered for the exit, and what is written at last.
     """
@@ -331,7 +343,8 @@ def become(command: list[str], cwd: str, env: dict[str, str], *files: int, teard
     os.chdir(cwd)
     os.environ.clear()
     os.environ.update(env)
-    sys.path[0] = cwd if command[0] == "-m" else os.path.dirname(os.path.abspath(command[0]))
+    sys.executable = env.get(PYTHON, sys.executable)
+    sys.path[0] = cwd if command[0] in ("-m", "-c") else os.path.dirname(os.path.abspath(command[0]))
     sys.path += [path for path in env.get("PYTHONPATH", "").split(os.pathsep) if path and path not in sys.path]
     if teardown:
         execute(command)
@@ -355,15 +368,19 @@ def become(command: list[str], cwd: str, env: dict[str, str], *files: int, teard
 
 
 def execute(command: list[str]) -> None:
-    if command[0] == "-m":
-        sys.argv = command[1:]
-        runpy.run_module(command[1], run_name="__main__", alter_sys=True)
+    first, *rest = command
+    if first == "-m":
+        sys.argv = rest
+        runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
         return
-    sys.argv = list(command)
+    code = rest.pop(0) if first == "-c" else Path(first).read_text()
+    sys.argv = [first, *rest]
     main: Any = ModuleType("__main__")
-    main.__file__, main.__builtins__ = command[0], builtins
+    main.__builtins__ = builtins
+    if first != "-c":
+        main.__file__ = first
     sys.modules["__main__"] = main
-    exec(compile(Path(command[0]).read_text(), command[0], "exec"), main.__dict__)
+    exec(compile(code, "<string>" if first == "-c" else first, "exec"), main.__dict__)
 
 
 if __name__ == "__main__":

@@ -40,8 +40,8 @@ if __name__ == "__main__":
 """
 
 
-def test_all_parts_run(tmp_path: Path) -> None:
-    run("-m", "benchmarks.feed", "--smoke", "--json", str(tmp_path / "figures.json"))
+def test_all_parts_run(tmp_path: Path, python: str) -> None:
+    run(python, "-m", "benchmarks.feed", "--smoke", "--json", str(tmp_path / "figures.json"))
     report: dict[str, Any] = json.loads((tmp_path / "figures.json").read_text())
     figures = {part: report[part]["figures"] for part in ("transport", "threads", "first", "memory")}
     assert set(figures["transport"]) == {"midepoch", "DataLoader"}
@@ -55,7 +55,7 @@ def test_all_parts_run(tmp_path: Path) -> None:
 
 
 def test_memory_counts_shared_pages_once() -> None:
-    before, alone, both, processes = json.loads(run("-c", MEMORY))
+    before, alone, both, processes = json.loads(run(sys.executable, "-c", MEMORY))
     assert processes == 2
     assert 60 < alone - before < 80
     assert 60 < both - alone < 90, "the pages of the child, not those that it shares"

@@ -41,8 +41,8 @@ print(json.dumps(found))
 """
 
 
-def test_all_loops_run_on_a_cpu(tmp_path: Path) -> None:
-    output = run("-m", "benchmarks.gpu", "--smoke", "--device", "--json", str(tmp_path / "figures.json"))
+def test_all_loops_run_on_a_cpu(tmp_path: Path, python: str) -> None:
+    output = run(python, "-m", "benchmarks.gpu", "--smoke", "--device", "--json", str(tmp_path / "figures.json"))
     figures: dict[str, Any] = json.loads((tmp_path / "figures.json").read_text())["figures"]
     assert set(figures) == {"tokens", "text", "images"}
     for kinds in figures.values():
@@ -55,8 +55,8 @@ def test_all_loops_run_on_a_cpu(tmp_path: Path) -> None:
     assert output.count("share of the synthetic rate") >= 6, "medians and bars of every loop"
 
 
-def test_both_loaders_do_the_same_work() -> None:
-    found = json.loads(run("-c", SAME_WORK))
+def test_both_loaders_do_the_same_work(python: str) -> None:
+    found = json.loads(run(python, "-c", SAME_WORK))
     for loop in ("tokens", "text", "images"):
         ours, torchs = found[f"{loop} ours"], found[f"{loop} torchs"]
         assert ours["columns"] == torchs["columns"]

@@ -88,10 +88,10 @@ def test_a_run_that_fails_is_reported(setting: Setting) -> None:
         legs.resumed("no such contender", setting, (2, 2), 1)
 
 
-def test_all_parts_run(tmp_path: Path) -> None:
+def test_all_parts_run(tmp_path: Path, python: str) -> None:
     words = ["--rows", "1000", "--first-rows", "1000", "--rounds", "1", "--seconds", "0.05", "--dir", str(tmp_path)]
     words += ["--only", "padding,planning,first,peers", "--contender", "midepoch, tokens"]
-    printed = run("-m", "benchmarks.planned", *words)
+    printed = run(python, "-m", "benchmarks.planned", *words)
     for text in (
         "varlen, quadratic",
         "beyond plain",
