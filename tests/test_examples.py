@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from forks import Forks
+from forks import PYTHON, Forks
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
@@ -52,10 +52,10 @@ def replaced(text: str, changes: dict[str, str]) -> str:
 
 
 @pytest.mark.parametrize("framework", ["torch", pytest.param("jax", marks=pytest.mark.slow)])
-def test_resumable_training_on_fewer_rows(framework: str, tmp_path: Path, torch_forks: Forks) -> None:
+def test_resumable_training_on_fewer_rows(framework: str, tmp_path: Path, torch_forks: Forks, python: str) -> None:
     script = tmp_path / "example.py"
     script.write_text(replaced((EXAMPLES / f"resumable_training_{framework}.py").read_text(), SMALLER))
-    said = said_by(*torch_forks.run([str(script)])) if framework == "torch" else says(script)
+    said = said_by(*torch_forks.run([str(script)], env={PYTHON: python})) if framework == "torch" else says(script)
     assert said == replaced(RESUMABLE, SMALLER_SAYS)
 
 

@@ -7,7 +7,6 @@ import os
 import random
 import signal
 import subprocess
-import sys
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -185,7 +184,7 @@ def test_a_lost_and_a_repeated_row_are_found(small_files: list[str], tmp_path: P
     assert read_run(apart).problems  # the two starting points are two passes, each with one rank only
 
 
-def test_kill_9_at_any_step_loses_no_record(small_files: list[str], tmp_path: Path) -> None:
+def test_kill_9_at_any_step_loses_no_record(small_files: list[str], tmp_path: Path, python: str) -> None:
     """The record of a batch is there when the batch is, and no record of one that was not handed over."""
     script = (
         "import sys, os, midepoch\n"
@@ -195,7 +194,7 @@ def test_kill_9_at_any_step_loses_no_record(small_files: list[str], tmp_path: Pa
     )
     for workers, steps in ((0, 1), (0, 7), (2, 5)):
         folder = tmp_path / f"{workers}-{steps}"
-        command = [sys.executable, "-c", script, *small_files, str(folder), str(workers)]
+        command = [python, "-c", script, *small_files, str(folder), str(workers)]
         done = subprocess.run(command, input=b"x" * (steps - 1), capture_output=True, timeout=120)
         assert done.returncode == -signal.SIGKILL, done.stderr.decode()
         assert read_run(folder).steps == len(done.stdout) == steps

@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 
 import midepoch
 from data import documents, write_arrow
-from launch import program
+from launch import Program
 from midepoch.audit import Ledger, read_run
 from midepoch.audit.documents import DocumentRecorder, RecordedDocuments, decoded, encoded
 from midepoch.cli.app import app
@@ -42,7 +42,9 @@ def listed(run: Any, step: int) -> list[list[Any]]:
     return [[one.sequence, one.source, one.row, one.start, one.stop, one.offset] for one in found]
 
 
-def test_the_ledger_names_the_documents_of_every_step_after_kills(files: list[str], tmp_path: Path) -> None:
+def test_the_ledger_names_the_documents_of_every_step_after_kills(
+    files: list[str], tmp_path: Path, program: Program
+) -> None:
     """The step after the saved state is lost in each crash, and delivered again after the resume."""
     for attempt, steps in enumerate((4, 6, 5)):
         assert program(1, JOB, str(tmp_path), str(attempt), str(steps), *files) == -signal.SIGKILL

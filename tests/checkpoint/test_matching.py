@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections import OrderedDict, UserDict, defaultdict
 from pathlib import Path
 
@@ -12,20 +10,20 @@ import numpy as np
 import pytest
 import torch
 
+from forks import Forks
 from midepoch.checkpoint import CheckpointMismatchError, PipelineCheckpoint
 from midepoch.checkpoint.arrays import ArraySpec, make_array
 from midepoch.checkpoint.matching import fit
 
 
-def job(*arguments: str) -> str:
-    command = [sys.executable, str(Path(__file__).with_name("containers_job.py")), *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
-
-
-def test_containers_do_not_depend_on_whether_jax_is_imported(tmp_path: Path) -> None:
+def test_containers_do_not_depend_on_whether_jax_is_imported(tmp_path: Path, torch_forks: Forks) -> None:
     pytest.importorskip("jax")
+
+    def job(*arguments: str) -> str:
+        [done] = torch_forks.run([str(Path(__file__).with_name("containers_job.py")), *arguments])
+        assert done.returncode == 0, done.stderr[-3000:]
+        return done.stdout
+
     folders = [str(tmp_path / jax) for jax in ("with", "without")]
     for folder, jax in zip(folders, ("with", "without"), strict=True):
         job("save", jax, folder)

@@ -7,7 +7,6 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -107,17 +106,17 @@ print(json.dumps([row["double"] for row in ds]))
 """
 
 
-def start(folder: Path, slow: float, calls: Path) -> subprocess.Popen[str]:
+def start(python: str, folder: Path, slow: float, calls: Path) -> subprocess.Popen[str]:
     (folder / "job.py").write_text(JOB)
     env = {**os.environ, "PYTHONPATH": str(SOURCE), "SLOW": str(slow), "CALLS": str(calls)}
-    command = [sys.executable, str(folder / "job.py"), str(folder / "data"), str(slow)]
+    command = [python, str(folder / "job.py"), str(folder / "data"), str(slow)]
     return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
-def test_a_kill_costs_one_part_and_processes_share_the_work(ds: midepoch.Dataset, tmp_path: Path) -> None:
+def test_a_kill_costs_one_part_and_processes_share_the_work(ds: midepoch.Dataset, tmp_path: Path, python: str) -> None:
     assert len(ds) == 95
     calls = tmp_path / "calls"
-    killed = start(tmp_path, 0.02, calls)
+    killed = start(python, tmp_path, 0.02, calls)
     deadline = time.monotonic() + 60
     while (not calls.exists() or calls.stat().st_size < 45) and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -125,7 +124,7 @@ def test_a_kill_costs_one_part_and_processes_share_the_work(ds: midepoch.Dataset
     killed.communicate(timeout=60)
     done = calls.stat().st_size
     assert 45 <= done < 95, "killed while it worked"
-    together = [start(tmp_path, 0.001, calls) for _ in range(3)]
+    together = [start(python, tmp_path, 0.001, calls) for _ in range(3)]
     for process in together:
         out, err = process.communicate(timeout=120)
         assert process.returncode == 0, err

@@ -11,7 +11,6 @@ import os
 import random
 import signal
 import subprocess
-import sys
 import time
 from collections import Counter
 from pathlib import Path
@@ -20,6 +19,7 @@ import pyarrow as pa
 import pytest
 
 from data import write_arrow
+from forks import PYTHON
 from midepoch.audit import read_run
 
 JOB = Path(__file__).with_name("lease_job.py")
@@ -29,12 +29,13 @@ def lines_in(log: Path) -> int:
     return log.read_bytes().count(b"\n") if log.exists() else 0
 
 
-def run_and_kill(folder: Path, data: str, attempt: int, after: int | None) -> None:
+def run_and_kill(python: str, folder: Path, data: str, attempt: int, after: int | None) -> None:
     """Run an attempt until so many lines are in its log, then kill it. None: to its end."""
     log = folder / "log"
     stop = None if after is None else lines_in(log) + after
-    command = [sys.executable, str(JOB), str(folder), data, str(attempt), "1000"]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, start_new_session=True)
+    command = [python, str(JOB), str(folder), data, str(attempt), "1000"]
+    env = {**os.environ, PYTHON: python}  # for its workers
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, start_new_session=True, env=env)
     assert process.stderr is not None
     try:
         while process.poll() is None and (stop is None or lines_in(log) < stop):
@@ -93,12 +94,12 @@ def judge(log: Path, rows: int) -> tuple[int, int, int]:
     return attempts + 1, sum(count > 1 for count in delivered.values()), most
 
 
-def kill_often(folder: Path, rows: int, kills: int) -> tuple[int, int, int]:
+def kill_often(python: str, folder: Path, rows: int, kills: int) -> tuple[int, int, int]:
     draw = random.Random(kills)
     data = str(write_arrow(folder / "data.arrow", pa.table({"id": range(rows)}), 256))
     for attempt in range(kills):
-        run_and_kill(folder, data, attempt, draw.randint(1, 2500))
-    run_and_kill(folder, data, kills, None)
+        run_and_kill(python, folder, data, attempt, draw.randint(1, 2500))
+    run_and_kill(python, folder, data, kills, None)
     found = judge(folder / "log", rows)
     run = read_run(folder / "ledger")
     proof = run.epochs[0]
@@ -110,15 +111,15 @@ def kill_often(folder: Path, rows: int, kills: int) -> tuple[int, int, int]:
     return found
 
 
-def test_killed_runs_skip_nothing_and_acknowledge_nothing_twice(tmp_path: Path) -> None:
-    attempts, again, _ = kill_often(tmp_path, rows=3_000, kills=5)
+def test_killed_runs_skip_nothing_and_acknowledge_nothing_twice(tmp_path: Path, python: str) -> None:
+    attempts, again, _ = kill_often(python, tmp_path, rows=3_000, kills=5)
     assert attempts == 6
     assert again > 0
 
 
 @pytest.mark.slow
-def test_two_hundred_kills(tmp_path: Path) -> None:
-    attempts, again, most = kill_often(tmp_path, rows=100_000, kills=200)
+def test_two_hundred_kills(tmp_path: Path, python: str) -> None:
+    attempts, again, most = kill_often(python, tmp_path, rows=100_000, kills=200)
     print(f"{attempts} attempts, {again} rows delivered again, at most {most} leases out")
     assert attempts == 201
     assert 1000 <= most <= 1004  # each worker notes an acknowledgement a moment after it has returned

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -136,8 +135,8 @@ print(ds["i"][:])
 """
 
 
-def test_other_processes_wait_for_the_first(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", OTHER, str(tmp_path / "log"), str(tmp_path / "rows")]
+def test_other_processes_wait_for_the_first(tmp_path: Path, python: str) -> None:
+    command = [python, "-c", OTHER, str(tmp_path / "log"), str(tmp_path / "rows")]
     processes = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(3)]
     said = [process.communicate(timeout=120)[0] for process in processes]
     assert said == [f"{list(range(10))}\n"] * 3

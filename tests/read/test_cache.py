@@ -9,7 +9,6 @@ import resource
 import signal
 import stat
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -104,10 +103,10 @@ print(sum(batch["id"].sum() for batch in ds.with_format("numpy").loader(10)))
 """
 
 
-def test_hosts_that_share_a_folder_have_one_cache(lake: Path, tmp_path: Path) -> None:
+def test_hosts_that_share_a_folder_have_one_cache(lake: Path, tmp_path: Path, python: str) -> None:
     sizes = []
     for host in ("a", "b", "c"):
-        command = [sys.executable, "-c", HOST, host, str(lake), str(tmp_path / "c")]
+        command = [python, "-c", HOST, host, str(lake), str(tmp_path / "c")]
         assert int(subprocess.run(command, capture_output=True, text=True, check=True).stdout) == sum(
             range(BLOCKS * ROWS)
         )

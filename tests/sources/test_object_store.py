@@ -8,7 +8,6 @@ import pickle
 import re
 import shutil
 import subprocess
-import sys
 import tempfile
 import time
 from collections import Counter
@@ -107,10 +106,10 @@ print(json.dumps(sum((batch["id"].tolist() for batch in loader), [])))
 """
 
 
-def run_ranks(arguments: list[dict[str, Any]], workers: int, lanes: int) -> list[list[int]]:
+def run_ranks(python: str, arguments: list[dict[str, Any]], workers: int, lanes: int) -> list[list[int]]:
     """Ranks as processes of their own, all at once."""
     commands = [
-        [sys.executable, "-c", RANK, json.dumps(each), str(rank), str(len(arguments)), str(workers), str(lanes)]
+        [python, "-c", RANK, json.dumps(each), str(rank), str(len(arguments)), str(workers), str(lanes)]
         for rank, each in enumerate(arguments)
     ]
     processes = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for command in commands]
@@ -123,7 +122,7 @@ def run_ranks(arguments: list[dict[str, Any]], workers: int, lanes: int) -> list
 
 
 def test_ranks_and_workers_of_a_machine_share_what_was_fetched(
-    make: Callable[..., midepoch.Dataset], lake: str, bucket: Path, proxy: Proxy, tmp_path: Path
+    make: Callable[..., midepoch.Dataset], lake: str, bucket: Path, proxy: Proxy, tmp_path: Path, python: str
 ) -> None:
     make(columns=["id", "noise"])  # the index
     proxy.reset()
@@ -133,13 +132,13 @@ def test_ranks_and_workers_of_a_machine_share_what_was_fetched(
         "storage_options": storage_options(proxy.endpoint),
         "cache_dir": str(tmp_path / "cache"),
     }
-    found = run_ranks([arguments] * 2, workers=2, lanes=0)
+    found = run_ranks(python, [arguments] * 2, workers=2, lanes=0)
     assert sorted(sum(found, [])) == list(range(FILES * ROWS))
     assert proxy.bytes_sent("GET") <= 1.05 * column_bytes(bucket, "id", "noise") + 8192  # and one listing for each rank
 
 
 def test_machines_fetch_only_their_lanes(
-    make: Callable[..., midepoch.Dataset], lake: str, bucket: Path, proxy: Proxy, tmp_path: Path
+    make: Callable[..., midepoch.Dataset], lake: str, bucket: Path, proxy: Proxy, tmp_path: Path, python: str
 ) -> None:
     make(columns=["id", "noise"])
     proxy.reset()
@@ -153,7 +152,7 @@ def test_machines_fetch_only_their_lanes(
         }
         for rank in range(4)
     ]
-    found = run_ranks(arguments, workers=0, lanes=4)
+    found = run_ranks(python, arguments, workers=0, lanes=4)
     assert sorted(sum(found, [])) == list(range(FILES * ROWS))
     assert proxy.bytes_sent("GET") <= 1.1 * column_bytes(bucket, "id", "noise")
 
