@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import logging
+from collections import Counter
 from collections.abc import Callable
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from typer.testing import CliRunner
 
@@ -736,3 +739,40 @@ def test_rows_that_are_excluded_in_the_middle_of_an_epoch(
             assert [ids(batch) for batch in resumed] == found[at + number :]
     again = sum(epoch_of(loader), [])
     assert not set(again) & numbers and len(again) == len(before) - sum(before.count(row) for row in numbers)
+
+
+@pytest.mark.parametrize("at", [1, 4, 9])
+@pytest.mark.parametrize("lanes", [1, 2])
+def test_documents_that_are_excluded_before_they_are_packed_have_no_token_left(
+    lanes: int, at: int, tmp_path: Path
+) -> None:
+    """A document of many sequences, in a chunk of the pipeline that has begun, but not begun itself."""
+    documents = [[number] * (1 + 37 * number % 90) for number in range(200)]
+    parts = {"even": documents[::2], "odd": documents[1::2]}
+    for name, rows in parts.items():
+        pq.write_table(pa.table({"input_ids": rows}), tmp_path / f"{name}.parquet")
+
+    def make() -> midepoch.Loader:
+        opened = {name: midepoch.from_files(tmp_path / f"{name}.parquet").shuffle(seed=1) for name in parts}
+        mixed = midepoch.mix(opened, {"even": 0.5, "odd": 0.5}, seed=3)
+        return mixed.pack(16, pad=-1).with_lanes(lanes).with_format("numpy").loader(8)
+
+    def tokens(batches: Any) -> Counter[int]:
+        return Counter(token for batch in batches for token in batch["input_ids"].ravel().tolist() if token >= 0)
+
+    whole = [tokens([batch]) for batch in make()]
+    begun = set().union(*whole[:at])
+    soon = [number for number in set().union(*whole[at : at + 4]) - begun if len(documents[number]) > 40]
+    assert soon
+    for number in soon:
+        loader = make()
+        before = [next(loader) for _ in range(at)]
+        assert loader.exclude(documents=[("odd" if number % 2 else "even", number // 2)]) == 1
+        state = loader.state_dict()
+        seen = tokens(before) + tokens(loader)
+        assert number not in seen
+        cut = {each for each, count in seen.items() if count != len(documents[each])}
+        assert not cut
+        resumed = make()
+        resumed.load_state_dict(json.loads(json.dumps(state)))
+        assert tokens(before) + tokens(resumed) == seen

@@ -169,7 +169,7 @@ def _sparing(before: PipelineSpec, after: PipelineSpec, cursor: Cursor) -> Curso
 
     for number, lane in cursor.lanes.items():
         own, spared, packing = Shard(number, before.lanes), dict(lane.spared), Packing(traced=True, noted=True)
-        made = up_to_done(before.node, bundles, packing, cursor.epoch, own, lane, groups=True)
+        made = up_to_done(before.node, bundles, packing, cursor.epoch, own, lane, after.excluded)
         at, gone = made.at(made.count), outputs_of_rows(made, after.excluded, lane.taken)
         reached = list(Reach(bundles, packing, lane).drawn(before.node, at, cursor.epoch, own))
         for drawn in reached:

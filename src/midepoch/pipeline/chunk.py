@@ -307,6 +307,15 @@ class Pulled:
         """Return these and those that were taken right after them."""
         return Pulled([*self._pieces, *following._pieces], self._before)
 
+    def first(self, count: int) -> Pulled:
+        """Return the first ``count`` of them."""
+        kept, pieces = count, []
+        for chunk, start, stop in self._pieces:
+            if kept > 0:
+                pieces.append((chunk, start, min(stop, start + kept)))
+            kept -= stop - start
+        return Pulled(pieces, self._before)
+
     def at(self, count: int) -> At:
         """Return the cursor after the first ``count`` of them."""
         mark, left = self._before, count

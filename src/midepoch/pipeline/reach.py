@@ -170,21 +170,43 @@ _MOST_CHUNKS = 4
 
 
 def up_to_done(
-    node: Node, bundles: Bundles, packing: Packing, epoch: int, lane: Shard, cursor: LaneCursor, *, groups: bool = False
+    node: Node,
+    bundles: Bundles,
+    packing: Packing,
+    epoch: int,
+    lane: Shard,
+    cursor: LaneCursor,
+    excluded: Sequence[Intervals] | None = None,
 ) -> Pulled:
     """Return the outputs up to the last that is done. The pipeline runs up to it.
 
-    ``groups``: also those of groups that are in progress there, to their ends.
+    ``excluded``: rows of each source. If given, also return the outputs of groups that are in progress there, to their
+    ends, or those that consist of excluded rows only, if there is nothing in progress but a document that is packed.
     """
-    if not (cursor.done or (groups and _in_progress(node, cursor.at))):
+    if not (cursor.done or (excluded is not None and _in_progress(node, cursor.at))):
         return Pulled([], cursor.at)
     flow = open_flow(node, bundles, packing, epoch, lane, cursor.at, cursor.spared)
     intake = Puller(flow, cursor.at)
     taken = intake.take(int(cursor.done.stops[-1]) - cursor.taken if cursor.done else 0)
-    for _ in range(_MOST_CHUNKS if groups else 0):
+    if excluded is not None and _only_packs(node, intake.cursor):
+        return taken.joined(_of_excluded(intake, excluded))
+    for _ in range(_MOST_CHUNKS if excluded is not None else 0):
         if not _in_progress(node, intake.cursor) or not intake.has_more():
             break
         taken = taken.joined(intake.take(intake.left_of_chunk))
+    return taken
+
+
+def _of_excluded(intake: Puller, rows: Sequence[Intervals]) -> Pulled:
+    """Take outputs as long as they are made only of excluded rows."""
+    taken = intake.take(0)
+    while intake.has_more():
+        following = intake.take(intake.left_of_chunk)
+        others = np.flatnonzero(~are_of(materialize(following.items()), rows))
+        if len(others):
+            intake.give_back(following, int(others[0]))
+            return taken.joined(following.first(int(others[0])))
+        taken = taken.joined(following)
     return taken
 
 
@@ -195,6 +217,27 @@ def _in_progress(node: Node, at: At) -> bool:
             return True
         at = at[0]
     return isinstance(node.base, Leaf) and node.base.group is not None and bool(at[1])
+
+
+def _only_packs(node: Node, at: At) -> bool:
+    """Return True if the last stage joins and cuts documents, and no group before it is in progress."""
+    last = node.remembering[-1] if node.remembering else None
+    if not isinstance(last, PackSpec) or last.strategy != "concat":
+        return False
+    before = [(Node(node.base, node.stages[: -1 - node.stages[::-1].index(last)]), at[0])]
+    while before:
+        each, inner = before.pop()
+        if _in_progress(each, inner):
+            return False
+        for _ in each.remembering:
+            inner = inner[0]
+        if isinstance(each.base, Mix):
+            before += [(part, entry[2]) for part, entry in zip(each.base.parts, inner[2], strict=True)]
+        elif isinstance(each.base, Concat):
+            before.append((each.base.parts[inner[0]], inner[1]))
+        elif isinstance(each.base, Zip):
+            before += zip(each.base.parts, inner, strict=True)
+    return True
 
 
 def outputs_of_rows(pulled: Pulled, rows: Sequence[Intervals], first: int) -> Intervals:
