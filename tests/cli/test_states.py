@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -137,3 +138,24 @@ def test_what_is_no_checkpoint(tmp_path: Path) -> None:
 
 def _always(_: Any) -> bool:
     return True
+
+
+def test_states_of_all_ranks(tmp_path: Path) -> None:
+    """Each rank saves its own lanes. The commands read them all, on whatever number of ranks."""
+    pq.write_table(pa.table({"input_ids": [[number] * 9 for number in range(60)]}), tmp_path / "rows.parquet")
+    packed = midepoch.from_files(tmp_path / "rows.parquet").pack(8, pad=-1).with_lanes(2)
+
+    def save(rank: int) -> None:
+        loader = packed.loader(4, rank=rank, world_size=2, last_batch="uneven")
+        for _ in range(3):
+            next(loader)
+        PipelineCheckpoint(tmp_path / "saved", rank=rank, world_size=2).save(loader, step=3)
+
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(save, range(2)))
+    for ranks in (1, 2, 3):
+        found = inspected(tmp_path / "saved", "--world-size", ranks)
+        assert (found["step"], found["position"]) == (3, 2 * 3 * 4)
+    assert call("plan", "--checkpoint", tmp_path / "saved", "--world-size", 3, "--batch-size", 4).exit_code == 0
+    assert call("diff", tmp_path / "saved", tmp_path / "saved").exit_code == 0
+    assert "called 'model'" in refused(tmp_path / "saved", "--part", "model")

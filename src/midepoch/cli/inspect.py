@@ -53,7 +53,7 @@ def inspect(
     from midepoch.cli.states import open_state
     from midepoch.tools.describe import describe
 
-    found, number, place = open_state(state, step, part, ranks=world_size)
+    found, number, place = open_state(state, step, part)
     summary = describe(found, batch_size=batch_size, world_size=world_size, last_batch=last_batch)
     if as_json:
         common.print_json({"step": number, "place": Address(place).public, **asdict(summary), "share": summary.share})

@@ -337,7 +337,7 @@ def plan(
     from midepoch.cli.states import open_state
     from midepoch.tools.plan import plan_resume
 
-    state, which, place = open_state(checkpoint, step, part, ranks=world_size)
+    state, which, place = open_state(checkpoint, step, part)
     made = made_by(dataset) if dataset is not None else data_of_state(data, state, storage, format) if data else None
     resume = plan_resume(
         state,

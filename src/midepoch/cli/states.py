@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,7 +28,7 @@ class Chosen(NamedTuple):
     place: str
 
 
-def open_state(where: str, step: int | None = None, part: str | None = None, *, ranks: int = 1) -> Chosen:
+def open_state(where: str, step: int | None = None, part: str | None = None) -> Chosen:
     """Return the state in a file or a checkpoint. Default: the step that ``restore_latest`` takes.
 
     A folder may also be the output of Hugging Face's Trainer, of Accelerate's ``save_state`` or of Lightning, or the
@@ -43,8 +44,8 @@ def open_state(where: str, step: int | None = None, part: str | None = None, *, 
         if chosen is not None:
             return chosen
         if (inner := checkpoint_folder(where)) != where:
-            return open_state(inner, step, part, ranks=ranks)
-    return _of_midepoch(where, step, part, ranks)
+            return open_state(inner, step, part)
+    return _of_midepoch(where, step, part)
 
 
 def checkpoint_folder(where: str) -> str:
@@ -130,17 +131,17 @@ def _of_lightning(path: Path, part: str | None) -> Chosen:
     return Chosen(state_in(data, part), saved.get("global_step"), str(path))
 
 
-def _of_midepoch(where: str, step: int | None, part: str | None, ranks: int) -> Chosen:
-    saved = PipelineCheckpoint(where, rank=0, world_size=ranks)
+def _of_midepoch(where: str, step: int | None, part: str | None) -> Chosen:
+    saved = PipelineCheckpoint(where, rank=0, world_size=1)
     latest = saved.latest_step()
     if latest is None:
         raise CheckpointNotFoundError(f"there is no checkpoint in {Address(where)}{_contents(where)}.")
     if step is not None:
-        return Chosen(_read(saved, step, part), step, where)
+        return Chosen(_read(saved, where, step, part), step, where)
     older = [number for number in reversed(saved.steps()) if number != latest]
     for number in (latest, *older):
         try:
-            return Chosen(_read(saved, number, part), number, where)
+            return Chosen(_read(saved, where, number, part), number, where)
         except CheckpointDamagedError as problem:
             common.errors.print(common.styled(f"step {number} would be skipped: {problem}", "yellow"))
     raise CheckpointDamagedError(f"all steps in {Address(where)} are damaged.")
@@ -154,10 +155,16 @@ def _contents(where: str) -> str:
     return f", which contains {', '.join(names[:5])}{', …' * (len(names) > 5)}" if names else ", which is empty"
 
 
-def _read(saved: PipelineCheckpoint, step: int, part: str | None) -> Any:
-    try:
-        return state_in(saved.read(step, part or "data"))
-    except CheckpointNotFoundError:
-        if part is None:
-            raise
-        return state_in(saved.read(step, "data"), part)  # one of several pipelines that were saved together
+def _read(saved: PipelineCheckpoint, where: str, step: int, part: str | None) -> Any:
+    """Return the state in a step, or the list of those of all ranks if each has saved its own."""
+    if part not in (None, "data"):
+        with suppress(CheckpointNotFoundError):
+            return state_in(saved.read(step, part))
+    name = None if part == "data" else part  # of one of several pipelines that were saved together
+    manifest = saved.manifest(step)
+    if "data.json" in manifest.files:
+        return state_in(saved.read(step, "data"), name)
+    size = manifest.world_size
+    ranks = (PipelineCheckpoint(where, rank=rank, world_size=size) for rank in range(size))
+    states = [state_in(rank.read(step, "data"), name) for rank in ranks]
+    return states if size > 1 else states[0]
