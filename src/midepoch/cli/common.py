@@ -8,6 +8,7 @@ import json
 import os
 import re
 import sys
+import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import NoneType
@@ -29,37 +30,75 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 _LEAST = 12
-"""Minimum characters of a text column, before a table gets wider than the terminal."""
+"""Minimum characters of a text column. A table that would have less is printed as a list of its rows."""
 
 
 class _Console(Console):  # type: ignore[misc]
     """Console that prints names and values literally, without markup, and with control characters escaped.
 
-    Nothing in a table is truncated. Numbers stay on one line, texts are folded, and in a pipe or file tables have their
-    full width.
+    Everything is as wide as the terminal, or as ``COLUMNS``, also in a pipe. Nothing is truncated: numbers stay on one
+    line, texts are folded, and sentences are wrapped between words.
     """
 
     def print(self, *objects: Any, **options: Any) -> None:
         for each in objects:
             if isinstance(each, Table):
-                self._fit(each)
-        super().print(*objects, **options)
+                if each.title:
+                    self.print(Text(printable(str(each.title)), "italic"))
+                each.title = None
+                super().print(self._fit(each), **options)
+            else:
+                text = each if isinstance(each, Text) else Text(printable(each))
+                super().print(_wrapped(text, self.width), **options)
 
-    def _fit(self, table: Table) -> None:
-        natural = least = 1
+    def _fit(self, table: Table) -> Table:
+        """Return a table that is no wider than the console: with less space, folded texts, or as a list of its rows."""
+        widths, least = [], []
         unlimited = self.options.update(max_width=1_000_000)
         for column in table.columns:
             column.overflow = "fold"
             column.no_wrap = column.no_wrap or column.justify == "right"
             cells = [text for text in (column.header, *column.cells) if text]
-            width = measure_renderables(self, unlimited, cells).maximum if cells else 0
-            natural += width + 3
-            least += (width if column.no_wrap else min(width, _LEAST)) + 3
-        if natural > self.width:
-            table.width = max(self.width, least) if self.is_terminal else natural
+            widths.append(measure_renderables(self, unlimited, cells).maximum if cells else 0)
+            least.append(widths[-1] if column.no_wrap else min(widths[-1], _LEAST))
+        for padding in (1, 0):
+            table.padding, lines = (0, padding), 1 + (1 + 2 * padding) * len(widths)
+            if sum(widths) + lines <= self.width:
+                return table
+            if sum(least) + lines <= self.width:
+                table.width = self.width
+                return table
+        return _as_list(table)
 
     def render_str(self, text: str, **options: Any) -> Text:
         return super().render_str(printable(text), **options)
+
+
+def _wrapped(text: Text, width: int) -> Text:
+    """Return a text with new lines between its words. A longer word, such as an address, stays in one piece."""
+    lines: list[Text] = []
+    for line in text.split("\n", allow_blank=True):
+        first, breaks = 0, []
+        for word in re.finditer(r"\S+", line.plain):
+            if word.end() - first > width and line.plain[first : word.start()].strip():
+                first = word.start()
+                breaks.append(first)
+        lines += line.divide(breaks)
+    for line in lines:
+        line.rstrip()
+    return Text("\n").join(lines)
+
+
+def _as_list(table: Table) -> Table:
+    """Return a table of two columns: the header and the value of each cell, row after row."""
+    made = Table(show_header=False, padding=(0, 0))
+    made.add_column(style="bold", no_wrap=True)
+    made.add_column(overflow="fold")
+    for cells in zip(*(column.cells for column in table.columns), strict=True):
+        for column, cell in zip(table.columns, cells, strict=True):
+            made.add_row(column.header, cell)
+        made.add_section()
+    return made
 
 
 def printable(text: str) -> str:
@@ -164,8 +203,12 @@ def write_help(command: Callable[..., Any], name: str, formatter: Any) -> None:
         formatter.write_dl([*((one.typed, one.help) for one in options), ("-h, --help", "Show this message and exit.")])
     if examples := [text for text in texts if text.startswith(_PROGRAM)]:
         with formatter.section("Examples"):
-            for text in examples:
-                formatter.write(f"{'':>{formatter.current_indent}}{text}\n")
+            for text in examples:  # a long one continues on the next line, as a shell reads it
+                room = {"width": formatter.width - 2, "break_long_words": False, "break_on_hyphens": False}
+                before = " " * formatter.current_indent
+                bound = re.sub(r"( -\S+) (?=[^-])", "\\1\xa0", text)  # an option, and its value
+                lines = textwrap.wrap(bound, initial_indent=before, subsequent_indent=3 * before, **room)
+                formatter.write(" \\\n".join(lines).replace("\xa0", " ") + "\n")
 
 
 def _parameters(command: Callable[..., Any]) -> Iterator[_Parameter]:

@@ -179,7 +179,8 @@ def _deliveries(run: Run, found: list[Delivery], what: str, as_json: bool) -> No
         return
     table = Table(title=what, title_justify="left")
     several, parts = len(run.order.sources) > 1, any(one.part for one in found)
-    names = ["step", "epoch", "position", "rank", "row", *(["source"] if several else [])]
+    of_step = ["rank", "position", *(["source"] if several else []), "row"]
+    names = of_step if what.startswith("step") else ["step", "epoch", "rank", "position"]
     for name in names:
         table.add_column(name, justify="right")
     table.add_column("where it is")
@@ -187,7 +188,7 @@ def _deliveries(run: Run, found: list[Delivery], what: str, as_json: bool) -> No
         table.add_column("part")
     for one in found[:_LISTED]:
         cells = [f"{getattr(one, name):,}" for name in names]
-        place = run.order.sources[one.source].place(one.row)
+        place = _near(run.order.sources[one.source].place(one.row))
         table.add_row(*cells, place, *([one.part] if parts else []))
     common.console.print(table)
     if len(found) > _LISTED:
@@ -199,6 +200,11 @@ def _deliveries(run: Run, found: list[Delivery], what: str, as_json: bool) -> No
         )
 
 
+def _near(place: str) -> str:
+    """Return a place as it is called from the current folder."""
+    return place.replace(f" {os.getcwd()}{os.sep}", " ")
+
+
 def _documents(found: list[Document], what: str, as_json: bool) -> None:
     if as_json:
         common.print_json([one._asdict() for one in found])
@@ -206,9 +212,11 @@ def _documents(found: list[Document], what: str, as_json: bool) -> None:
     if not found:
         common.console.print(f"{what}: not delivered so far")
         return
+    what = what if what.startswith("step") else f"row {found[0].name}:{found[0].row}"
     table = Table(title=what, title_justify="left")
     packed = any(one.stop is not None for one in found)
-    names = ["step", "epoch", "rank", "sequence", *(["offset"] if packed else []), "source", "row"]
+    sequence = ["sequence", *(["offset"] if packed else [])]
+    names = ["rank", *sequence, "source", "row"] if what.startswith("step") else ["step", "epoch", "rank", *sequence]
     for name in names:
         table.add_column(name, justify="left" if name == "source" else "right")
     if packed:
@@ -217,7 +225,7 @@ def _documents(found: list[Document], what: str, as_json: bool) -> None:
     for one in found[:_LISTED]:
         cells = [one.name if name == "source" else f"{getattr(one, name):,}" for name in names]
         tokens = "all" if one.stop is None else f"{one.start:,} to {one.stop:,}"
-        table.add_row(*cells, *([tokens] if packed else []), one.place)
+        table.add_row(*cells, *([tokens] if packed else []), _near(one.place))
     common.console.print(table)
     if len(found) > _LISTED:
         common.console.print(f"… and {len(found) - _LISTED:,} more (all of them with --json)")
