@@ -64,6 +64,39 @@ def test_info_of_what_datasets_saved(tmp_path: Path) -> None:
     assert "Choose one" in refused("info", tmp_path / "saved")
 
 
+def test_peek_finds_rows_by_their_numbers_and_values(tmp_path: Path) -> None:
+    ids = [f"doc-{number}" for number in range(70_000)]
+    meta = [{"lang": "en" if number % 2 else "de"} for number in range(70_000)]
+    table = {"id": ids, "meta": meta, "n": range(70_000), "a b": ["x and y"] * 70_000}
+    pq.write_table(pa.table(table), tmp_path / "rows.parquet")
+
+    def found(*arguments: Any) -> list[int]:
+        told = of_json("peek", tmp_path / "rows.parquet", *arguments)
+        assert [one["values"]["n"] for one in told] == [one["row"] for one in told]
+        return [one["row"] for one in told]
+
+    assert found("--row", 17) == [17]
+    assert found("--row", 69_999, "--row", 0) == [69_999, 0]
+    assert found("--where", "id = 'doc-17'") == [17]
+    assert found("--where", 'id == "doc-69999"', "--columns", "n") == [69_999]
+    assert found("--where", "meta.lang = 'en' and n >= 100", "-n", 2) == [101, 103]
+    assert found("--where", "n <> 0 and n < 3") == [1, 2]
+    assert found("--where", "id = 'doc-1 and 2'") == []
+    nothing = call("peek", tmp_path / "rows.parquet", "--where", "id = 'none'")
+    assert nothing.exit_code == 1 and "no row of 70,000 has id = 'none'" in nothing.output
+    for arguments, problem in {
+        ("--row", 70_000): "there is no row 70,000: there are 70,000 rows",
+        ("--row", 1, "--where", "n = 1"): "use only one of --position, --row and --where",
+        ("--row", 1, "--shuffle", 1): "without --shuffle",
+        ("--where", "id = 17"): "--where id = 17 does not fit the columns: id is string.",
+        ("--where", "id = doc"): "a text has quotes: id = 'doc'",
+        ("--where", "ix = 1"): "there is no column 'ix'. There are: id, meta, n, a b.",
+        ("--where", "n"): "--where takes comparisons such as",
+        ("--where", "n = __import__('os')"): "--where takes comparisons such as",
+    }.items():
+        assert problem in refused("peek", tmp_path / "rows.parquet", *arguments)
+
+
 def test_peek_shows_what_training_gets(files: list[Path]) -> None:
     ds = midepoch.from_files(list(map(str, files))).shuffle(seed=5, scope="rows")
     ds.set_epoch(2)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import re
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -9,6 +11,7 @@ from rich.table import Table
 
 from midepoch.cli import common
 from midepoch.cli.data import Config, Data, Format, Split, Storage, open_data
+from midepoch.errors import ColumnError
 
 if TYPE_CHECKING:
     from midepoch.dataset import Dataset
@@ -134,6 +137,13 @@ def peek(
     data: Data,
     position: Annotated[int, typer.Option(min=0, help="The first position to show.")] = 0,
     count: Annotated[int, typer.Option("--count", "-n", min=1, help="Number of rows.")] = 5,
+    row: Annotated[
+        list[int] | None, typer.Option(min=0, help="This row, by its number before a shuffle. Repeatable.")
+    ] = None,
+    where: Annotated[
+        str | None,
+        typer.Option(help="The first rows with these values: \"id = 'a-1'\", \"n > 3 and meta.lang = 'en'\"."),
+    ] = None,
     split: Split = None,
     config: Config = None,
     columns: Annotated[str | None, typer.Option(help="Only these columns, separated by commas.")] = None,
@@ -151,6 +161,10 @@ def peek(
 
     [bold]midepoch peek data/ --split 'train[90%:]' --columns text[/]
 
+    [bold]midepoch peek data/ --row 372[/]
+
+    [bold]midepoch peek data/ --where "id = 'doc-17'"[/]
+
     [bold]midepoch peek data/ --shuffle 42 --epoch 2 --json[/]
     """
     import numpy as np
@@ -159,29 +173,38 @@ def peek(
 
     if shuffle is None and (scope is not None or window is not None):
         raise ValueError("--scope and --window are settings of a shuffle. Pass its seed with --shuffle.")
+    chosen = [name for name, value in (("--position", position), ("--row", row), ("--where", where)) if value]
+    if len(chosen) > 1 or (chosen[:1] not in ([], ["--position"]) and shuffle is not None):
+        raise ValueError(
+            f"use only one of --position, --row and --where{', without --shuffle' * (shuffle is not None)}"
+        )
     ds = open_data(data, split, config, storage, format)
+    found = row if row else None if where is None else rows_where(ds, where, count)
     if columns is not None:
         ds = ds.select_columns([name.strip() for name in columns.split(",")])
     if shuffle is not None:
         ds = ds.shuffle(shuffle, scope, window)
     if epoch:
         ds.set_epoch(epoch)
-    if position >= len(ds):
-        raise ValueError(f"there is no position {position:,}: there are {len(ds):,} rows")
-    positions = np.arange(position, min(position + count, len(ds)))
+    if found == [] and not as_json:
+        common.say(f"no row of {len(ds):,} has {where}")
+        raise typer.Exit(1)
+    positions = np.arange(position, min(position + count, len(ds))) if found is None else np.array(found, np.int64)
+    if (last := max([position, *(found or ())])) >= len(ds):
+        raise ValueError(f"there is no {'row' if row else 'position'} {last:,}: there are {len(ds):,} rows")
     pipeline = ds.pipeline.leaf
     rows = pipeline.order.at(epoch, pipeline.source.layout).chosen(positions)
     places = [pipeline.source.place(int(row)) for row in pipeline.order.selection.source_rows(rows)]
-    values = ds.with_format("arrow")[position : position + len(positions)].to_pylist()
+    values = ds.with_format("arrow")[positions].to_pylist()
     features = {name: pipeline.source.features.get(pipeline.head.get(name, "")) for name in ds.column_names}
     shown = []
-    for at, row, place, row_values in zip(positions, rows, places, values, strict=True):
+    for at, number, place, row_values in zip(positions, rows, places, values, strict=True):
         media = {name: describe_media(value, features.get(name)) for name, value in row_values.items()}
         labels = {name: label_names(value, features.get(name)) for name, value in row_values.items()}
         shown.append(
             {
                 "position": int(at),
-                "row": int(row),
+                "row": int(number),
                 "place": place,
                 "values": row_values,
                 "media": {name: {"kind": one.kind, **one.details} for name, one in media.items() if one is not None},
@@ -195,6 +218,63 @@ def peek(
     types = {field.name: feature_text(features.get(field.name)) or str(field.type) for field in ds.schema}
     for one in shown:
         _show_rows(one, types)
+
+
+_TERM = re.compile(r"""\s*([\w.-]+)\s*(==|=|!=|<>|<=|>=|<|>)\s*('[^']*'|"[^"]*"|[^\s'"]+)\s*""")
+_CHUNK = 65_536
+
+
+def rows_where(ds: Dataset, where: str, count: int) -> list[int]:
+    """Return the numbers of the first rows that fulfil a condition: comparisons with "and" between them."""
+    import pyarrow as pa
+
+    from midepoch._internal.progress import shown
+
+    condition, names = _condition(where, ds)
+    read, found = ds.select_columns(names).with_format("arrow"), list[int]()
+    with shown("searching", "rows") as report:
+        for first in range(0, len(ds), _CHUNK):
+            table = read[first : first + _CHUNK]
+            numbers = pa.array(range(first, first + len(table)), pa.int64())
+            try:
+                found += table.append_column(_NUMBER, numbers).filter(condition)[_NUMBER].to_pylist()
+            except (pa.ArrowNotImplementedError, pa.ArrowInvalid):
+                types = ", ".join(f"{name} is {ds.schema.field(name).type}" for name in names)
+                raise ValueError(f"--where {where} does not fit the columns: {types}.") from None
+            report(first + len(table), len(ds))
+            if len(found) >= count:
+                break
+    return found[:count]
+
+
+_NUMBER = "midepoch row"
+
+
+def _condition(where: str, ds: Dataset) -> tuple[Any, list[str]]:
+    """Return an expression of pyarrow, and the columns that it reads."""
+    import operator
+
+    import pyarrow.compute as pc
+
+    compare = {"=": operator.eq, "==": operator.eq, "!=": operator.ne, "<>": operator.ne, "<": operator.lt}
+    compare |= {"<=": operator.le, ">": operator.gt, ">=": operator.ge}
+    together: Any = None
+    names: list[str] = []
+    for part in re.split(r"""\s+and\s+(?=(?:[^'"]|'[^']*'|"[^"]*")*$)""", where, flags=re.IGNORECASE):
+        if (term := _TERM.fullmatch(part)) is None:
+            raise ValueError(f"--where takes comparisons such as \"id = 'a-1' and score > 0.5\", got {where!r}")
+        name, sign, text = term.groups()
+        path = [name] if name in ds.column_names else name.split(".")
+        if path[0] not in ds.column_names:
+            raise ColumnError(f"--where: there is no column {path[0]!r}. There are: {', '.join(ds.column_names)}.")
+        try:
+            value = {"true": True, "false": False}.get(text.lower()) if text.isalpha() else ast.literal_eval(text)
+            assert value is not None
+        except (ValueError, SyntaxError, AssertionError):
+            raise ValueError(f"--where: {text} is no number, and a text has quotes: {name} {sign} '{text}'") from None
+        one = compare[sign](pc.field(*path), value)
+        together, names = one if together is None else together & one, [*names, path[0]]
+    return together, list(dict.fromkeys(names))
 
 
 def _show_rows(row: dict[str, Any], types: dict[str, str]) -> None:
