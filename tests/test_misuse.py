@@ -239,6 +239,10 @@ OPEN: Wrong = [
     (lambda ds: midepoch.mix([]), "takes a list of datasets"),
     (lambda ds: midepoch.mix([ds, [1, 2]]), "expected a Dataset.*list"),
     (lambda ds: midepoch.mix({"a": ds}, {"b": 1}), "weights for b, but the sources are a"),
+    (
+        lambda ds: midepoch.mix([ds.select_columns("id"), ds.select_columns("text")]).tokenize(len),
+        "no column 'text'.*none that all sources have.*rename_columns",
+    ),
     (lambda ds: midepoch.concat(ds, ds), r"concat\(\[a, b\]\), got several arguments"),
     (lambda ds: midepoch.zip(ds, ds), r"zip\(\[a, b\]\), got several arguments"),
     (lambda _: midepoch.Loader(size=3), "'size'"),

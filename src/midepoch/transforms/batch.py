@@ -269,5 +269,6 @@ def check_columns(wanted: Sequence[str], present: Sequence[str], what: str) -> N
     """Raise ColumnError with the missing and the existing columns."""
     missing = [name for name in wanted if name not in present]
     if missing:
-        hint = f"{nearest(missing[0], present, '{!r}')} There are: {', '.join(present)}.".lstrip()
+        there = ", ".join(present) or "none that all sources have. Call rename_columns before the sources are combined"
+        hint = f"{nearest(missing[0], present, '{!r}')} There are: {there}.".lstrip()
         raise ColumnError(f"{what}: no column {', '.join(map(repr, missing))}. {hint}")
