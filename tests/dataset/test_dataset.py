@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 import midepoch
@@ -325,3 +327,43 @@ def test_a_shard_has_the_same_rows_iterated_indexed_and_loaded(tmp_path: Path) -
 def test_a_path_is_opened_with_from_files() -> None:
     with pytest.raises(TypeError, match="from_files"):
         midepoch.Dataset("data/train.parquet")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", [None, "numpy", "torch", "arrow"])
+def test_fields_of_structs_are_columns(name: str | None, tmp_path: Path) -> None:
+    rows = [{"lang": "de" if number % 2 else "en", "of": {"n": number}} for number in range(2500)]
+    pq.write_table(pa.table({"meta": rows, "lists": [[row] for row in rows]}), tmp_path / "rows.parquet")
+    ds = midepoch.from_files(tmp_path / "rows.parquet").shuffle(seed=1).with_format(name)
+    order = [int(row["meta"]["of"]["n"]) for row in midepoch.from_files(tmp_path / "rows.parquet").shuffle(seed=1)]
+
+    def plain(values: Any) -> Any:
+        return (
+            values.to_pylist()
+            if name == "arrow"
+            else [each.item() if hasattr(each, "item") else each for each in values]
+        )
+
+    numbers = ds["meta"]["of"]["n"]
+    assert plain(numbers[:3]) == order[:3] and plain(ds["meta"]["lang"][[5]]) == [rows[order[5]]["lang"]]
+    assert len(numbers) == 2500 and [int(getattr(each, "as_py", lambda each=each: each)()) for each in numbers] == order
+    assert "['meta']['of']['n']" in repr(numbers)
+    if name != "arrow":
+        assert [row["lang"] for row in ds["meta"]] == [rows[number]["lang"] for number in order]
+        assert int(ds["meta"][7]["of"]["n"]) == int(numbers[7]) == order[7]
+    with pytest.raises(midepoch.ColumnError, match="no column 'language'.*lang, of"):
+        ds["meta"]["language"]
+    with pytest.raises(TypeError, match="has no fields"):
+        ds["lists"]["lang"]
+
+
+def test_structs_that_are_null(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"meta": [{"lang": "en"}, None]}), tmp_path / "rows.parquet")
+    assert list(midepoch.from_files(tmp_path / "rows.parquet")["meta"]["lang"]) == ["en", None]
+    assert midepoch.from_files(tmp_path / "rows.parquet")["meta"]["lang"][1] is None
+
+
+@pytest.mark.parametrize(("short", "name"), [("np", "numpy"), ("pt", "torch"), ("pyarrow", "arrow")])
+def test_short_names_of_formats(short: str, name: str, small_files: list[str]) -> None:
+    ds = midepoch.from_files(small_files)
+    assert type(ds.with_format(short)[:2]) is type(ds.with_format(name)[:2])
+    assert ds.with_format(short).pipeline.format == name

@@ -385,11 +385,14 @@ def _described(step: Step) -> str:
 
 
 class Column(Sequence[Any]):
-    """One column of a dataset, like a list, but read when it is used. ``column[:]`` reads all of it."""
+    """One column of a dataset, like a list, but read when it is used. ``column[:]`` reads all of it.
 
-    def __init__(self, dataset: Reading, name: str) -> None:
+    ``fields``: names of fields in a struct, outermost first: ``ds["meta"]["lang"]`` is a column, too.
+    """
+
+    def __init__(self, dataset: Reading, name: str, fields: tuple[str, ...] = ()) -> None:
         fresh = type(dataset)(dataset.pipeline, Cursor(dataset.epoch))  # whatever state was loaded: this only reads
-        self._dataset, self.name = fresh.select_columns(name), name
+        self._dataset, self.name, self._fields = fresh.select_columns(name), name, fields
 
     def __len__(self) -> int:
         return len(self._dataset)
@@ -398,24 +401,59 @@ class Column(Sequence[Any]):
     def __getitem__(self, key: int) -> Any: ...
     @overload
     def __getitem__(self, key: slice) -> Any: ...
+    @overload
+    def __getitem__(self, key: str) -> Column: ...
     def __getitem__(self, key: Any) -> Any:
-        """Return one value, or those of a slice or list of numbers."""
+        """Return one value, or those of a slice or list of numbers; for the name of a field of structs, its column."""
         if isinstance(key, str):
-            raise TypeError(f"a column is indexed by row numbers, got {key!r}")
+            self._check_field(key)
+            return Column(self._dataset, self.name, (*self._fields, key))
         found = self._dataset[key]
-        return found.column(0) if isinstance(found, pa.Table) else found[self.name]
+        return self._of(found.column(0) if isinstance(found, pa.Table) else found[self.name])
+
+    def _check_field(self, key: str) -> None:
+        kind = self._dataset.schema.field(self.name).type
+        for name in self._fields:
+            kind = kind.field(name).type
+        if not pa.types.is_struct(kind):
+            raise TypeError(f"{self!r} is {kind}, which has no fields: it is indexed by row numbers, got {key!r}")
+        check_columns([key], [kind.field(at).name for at in range(kind.num_fields)], repr(self))
+
+    def _of(self, values: Any) -> Any:
+        """Return the field of a struct, of many in any format, or of one."""
+        for name in self._fields:
+            if isinstance(values, (pa.Array, pa.ChunkedArray)):
+                import pyarrow.compute as pc
+
+                values = pc.struct_field(values, name)
+            elif isinstance(values, (list, np.ndarray)):
+                values = [None if value is None else value[name] for value in values]
+            else:
+                values = None if values is None else values[name]
+        return values
 
     def __iter__(self) -> Iterator[Any]:
         spec = self._dataset.pipeline
         fresh = type(self._dataset)(spec, Cursor(self._dataset.epoch))
         for batch in fresh.iter(_BATCH):
-            yield from batch.column(0) if isinstance(batch, pa.Table) else batch[self.name]
+            values = self._of(batch.column(0) if isinstance(batch, pa.Table) else batch[self.name])
+            yield from _rows(values)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
         return np.asarray(list(self), dtype=dtype)
 
     def __repr__(self) -> str:
-        return f"Column({self.name!r} of {self._dataset!r})"
+        path = "".join(f"[{name!r}]" for name in (self.name, *self._fields))
+        return f"Column({path[1:-1] if not self._fields else path} of {self._dataset!r})"
+
+
+def _rows(values: Any) -> Iterator[Any]:
+    """Yield the values of a column. Structs in the formats of arrays are a dict of columns."""
+    if not isinstance(values, dict):
+        yield from values
+        return
+    for row in zip(*map(_rows, values.values()), strict=True):
+        yield dict(zip(values, row, strict=True))
 
 
 def column_values(dataset: Reading, column: str, what: str) -> pa.ChunkedArray:

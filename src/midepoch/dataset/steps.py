@@ -430,6 +430,11 @@ class Steps:
             raise TypeError(f"{kind} calls a function and uses its result, but {_name(function)} is async. Use def.")
         if kind == "filter" and inspect.isgeneratorfunction(called):
             raise TypeError(f"filter needs True or False, but {_name(function)} is a generator function. Use return.")
+        if batch_size is None or batch_size == -1:
+            raise ValueError(
+                f"{kind}(batch_size={batch_size}): groups have a fixed size, so that a resume makes the same ones. For "
+                "one group of all rows of an epoch, pass batch_size=len(ds)."
+            )
         used = None if input_columns is None else names_of(input_columns)
         if used is not None and self._columns is not None:
             check_columns(used, self._columns, f"{kind}({_name(function)})")

@@ -53,10 +53,19 @@ Allocate = Callable[[tuple[int, ...], np.dtype[Any]], "np.ndarray[Any, Any] | No
 FORMATS = ("python", "numpy", "torch", "arrow", "jax")
 
 
+_ALIASES = {"np": "numpy", "pt": "torch", "pytorch": "torch", "pa": "arrow", "pyarrow": "arrow"}
+"""Short names of the formats in Hugging Face datasets."""
+
+
 def check_format(kind: str | None) -> str | None:
-    if kind is not None and kind not in FORMATS:
-        raise ValueError(f"format must be one of {', '.join(map(repr, FORMATS))} or None, got {kind!r}")
-    return kind
+    """Return the name of a format. Raise ValueError for others."""
+    name = kind if kind is None or kind in FORMATS else _ALIASES.get(kind)
+    if name is None and kind is not None:
+        ways = {"pandas": "batch.to_pandas(), or ds.to_pandas()", "polars": "polars.from_arrow(batch)"}
+        way = ways.get({"pd": "pandas", "pl": "polars"}.get(kind, kind))
+        hint = f". Use with_format('arrow') and {way}." if way else ""
+        raise ValueError(f"format must be one of {', '.join(map(repr, FORMATS))} or None, got {kind!r}{hint}")
+    return name
 
 
 def present(batch: Batch, kind: str, allocate: Allocate | None = None) -> dict[str, Any] | pa.Table:
