@@ -58,6 +58,49 @@ def test_split_sizes_are_theirs(ds: midepoch.Dataset, theirs: Any, arguments: An
         assert (train, test) == (ids(expected["train"]), ids(expected["test"]))
 
 
+@pytest.mark.parametrize("arguments", [{"test_size": 0.2}, {"test_size": 20}, {"test_size": 11, "train_size": 31}])
+def test_a_stratified_split_has_the_shares_of_theirs(arguments: Any, tmp_path: Path) -> None:
+    labels = [0] * 61 + [1] * 27 + [2] * 12
+    np.random.default_rng(1).shuffle(labels)
+    table = numbered(0, 100).append_column("label", pa.array(labels))
+    features = datasets.Features({"label": datasets.ClassLabel(names=["a", "b", "c"])})
+    expected = datasets.Dataset(table.select(["label"]), fingerprint="1").cast(features)
+    theirs = expected.train_test_split(**arguments, stratify_by_column="label", seed=1)
+    ds = dataset_of(tmp_path, table, 7)
+    parts = ds.shuffle(seed=3).train_test_split(**arguments, stratify_by_column="label", seed=1)
+    for name, part in parts.items():
+        counts = np.bincount([row["label"] for row in part])
+        assert counts.sum() == len(part) == len(theirs[name])
+        assert np.abs(counts - np.bincount(labels) * len(part) / 100).max() < 1  # each is rounded, up or down
+        assert np.abs(counts - np.bincount(theirs[name]["label"])).max() <= 1  # they draw which one is rounded up
+    both = [sorted(ids(part)) for part in parts.values()]
+    assert not set(both[0]) & set(both[1]) and len(both[0]) + len(both[1]) == sum(map(len, parts.values()))
+    again = ds.train_test_split(**arguments, stratify_by_column="label", seed=1)
+    assert ids(again["test"]) == both[1] and ids(again["train"]) == both[0]
+    assert ids(ds.train_test_split(**arguments, stratify_by_column="label", seed=2)["test"]) != both[1]
+    of_texts = ds.map(lambda row: {"text": "ab"[row["label"] > 0]}).train_test_split(0.1, stratify_by_column="text")
+    assert sorted(row["text"] for row in of_texts["test"]) == ["a"] * 6 + ["b"] * 4
+
+
+def test_every_row_is_as_likely_in_a_stratified_test(tmp_path: Path) -> None:
+    table = numbered(0, 40).append_column("label", pa.array([number % 4 == 0 for number in range(40)]))
+    ds, counts = dataset_of(tmp_path, table, 7), np.zeros(40)
+    for seed in range(300):
+        counts[ids(ds.train_test_split(8, seed=seed, stratify_by_column="label")["test"])] += 1
+    assert counts.min() > 30 and counts.max() < 95  # 60 expected, 7 the standard deviation
+
+
+def test_classes_that_cannot_be_in_both_parts(ds: midepoch.Dataset) -> None:
+    with pytest.raises(midepoch.ColumnError, match=r"train_test_split: column 'kind' is null in 15 rows.*map\(\)"):
+        ds.train_test_split(0.2, stratify_by_column="kind")
+    kinds = ds.map(lambda row: {"kind": row["kind"] or "none"})
+    assert len(kinds.train_test_split(4, stratify_by_column="kind")["test"]) == 4
+    with pytest.raises(
+        ValueError, match=r"each of 4 classes in both parts, but the sizes are 57 and 3\. Choose larger"
+    ):
+        kinds.train_test_split(3, stratify_by_column="kind")
+
+
 def test_a_split_is_drawn_by_its_seed_and_resumes(ds: midepoch.Dataset) -> None:
     parts = [ds.train_test_split(0.2, seed=seed) for seed in (0, 0, 1)]
     assert ids(parts[0]["test"]) == ids(parts[1]["test"]) != ids(parts[2]["test"])

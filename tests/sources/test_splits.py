@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from midepoch.sources.splits import parse_split
+from midepoch.sources.splits import apportion, parse_split
 
 
 def bound(percent: bool) -> st.SearchStrategy[str]:
@@ -48,3 +48,12 @@ def test_whole_percents() -> None:
 def test_what_is_no_split(text: str) -> None:
     with pytest.raises(ValueError, match="cannot read the split"):
         parse_split(text)
+
+
+@given(st.lists(st.integers(0, 50), min_size=1).filter(any), st.floats(0, 1))
+def test_shares_are_exact_to_a_row(counts: list[int], part: float) -> None:
+    total = int(part * sum(counts))
+    shares = apportion(counts, total)
+    assert sum(shares) == total
+    for share, count in zip(shares, counts, strict=True):
+        assert abs(share - count * total / sum(counts)) < 1 and share <= count

@@ -78,8 +78,7 @@ METHODS: dict[str, dict[str, str]] = {
         **_STORED,
     },
     "train_test_split": {
-        "stratify_by_column": "Rows are drawn without regard to a column. For equal shares of classes, draw "
-        "numbers of rows for each class from np.array(ds['label'][:]), and use ds.select(numbers).",
+        "stratify": "Did you mean stratify_by_column=?",
         "generator": _SEEDED,
         **_STORED,
     },

@@ -296,16 +296,19 @@ class Reading(Rows):
         Every row has the weight 1 / (number of rows with its value), see ``weighted``. The column is read once.
         """
         self._selection("balanced")
-        values = column_values(self, column, "balanced")
+        classes = self._strata(column, "balanced")
+        return self._drawn(1 / np.bincount(classes)[classes], num_samples, True, seed)
+
+    def _strata(self, column: str, what: str) -> npt.NDArray[np.int32]:
+        values = column_values(self, column, what)
         if values.null_count:
             raise ColumnError(
-                f"balanced: column {column!r} is null in {values.null_count} rows, which have no class. Leave them out "
+                f"{what}: column {column!r} is null in {values.null_count} rows, which have no class. Leave them out "
                 "with select(), or give them a class with map()."
             )
         if values.type.num_fields:
-            raise ColumnError(f"balanced: column {column!r} contains {values.type}. Map it to numbers or texts first.")
-        classes = values.dictionary_encode().combine_chunks().indices.to_numpy()
-        return self._drawn(1 / np.bincount(classes)[classes], num_samples, True, seed)
+            raise ColumnError(f"{what}: column {column!r} contains {values.type}. Map it to numbers or texts first.")
+        return cast("npt.NDArray[np.int32]", values.dictionary_encode().combine_chunks().indices.to_numpy())
 
     def sort(self, by: str | Callable[[dict[str, Any]], Any], *, reverse: bool = False, length: bool = False) -> Self:
         """Order the rows by the values of a column, or by what a function returns for each row. Read once.

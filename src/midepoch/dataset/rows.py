@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
+import numpy.typing as npt
 
 from midepoch._internal.values import integer
 from midepoch.dataset.steps import Steps
@@ -16,7 +17,7 @@ from midepoch.order.bijection import Bijection, check_seed, derive
 from midepoch.pipeline.leaf import Leaf
 from midepoch.pipeline.node import Node, Slice, Window
 from midepoch.pipeline.spec import PipelineSpec
-from midepoch.sources.splits import bound_of, split_sizes
+from midepoch.sources.splits import apportion, bound_of, split_sizes
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -83,15 +84,26 @@ class Rows(Steps):
         train_size: float | None = None,
         shuffle: bool = True,
         seed: int | None = 0,
+        *,
+        stratify_by_column: str | None = None,
     ) -> dict[str, Self]:
         """Return ``{"train": …, "test": …}``: two parts without a row in common, the same in every process and run.
 
         Sizes are shares (0.1) or numbers of rows; by default, a quarter of the rows are for the test. Rows are drawn at
         random by ``seed`` (None is 0) and stay in their order; ``shuffle=False`` takes the last rows for the test.
         Shuffle the training part: ``parts["train"].shuffle(seed=1)``.
+
+        ``stratify_by_column``: both parts have the values of this column in the proportions of the data, rounded to
+        rows. The column is read once.
         """
         chosen = self._selection("train_test_split")
         train, test = split_sizes(len(chosen), train_size, test_size)
+        if stratify_by_column is not None:
+            if not shuffle:
+                raise ValueError("train_test_split: stratify_by_column draws rows at random. Omit shuffle=False.")
+            drawn = Bijection(len(chosen), derive(check_seed(0 if seed is None else seed), 0, "split"))
+            parts = stratified(drawn, self._strata(stratify_by_column, "train_test_split"), train, test)
+            return {name: self._with_selection(chosen.select(rows)) for name, rows in parts.items()}
         if not shuffle:
             first, last = chosen.slice(0, train), chosen.slice(train, train + test)
         else:
@@ -102,6 +114,10 @@ class Rows(Steps):
                 others = drawn(np.arange(test + train, len(chosen), dtype=np.int64))
                 first = chosen.without(np.sort(np.concatenate([rows, others])))
         return {"train": self._with_selection(first), "test": self._with_selection(last)}
+
+    def _strata(self, column: str, what: str) -> npt.NDArray[np.int32]:
+        """Return the class of each row, from 0: the number of its value in a column."""
+        raise NotImplementedError
 
     def _selection(self, what: str) -> Selection:
         if self.pipeline.numbered is None:
@@ -222,3 +238,28 @@ class Rows(Steps):
 
     def _with_leaf(self, leaf: Leaf) -> Self:
         return self._derive(replace(self.pipeline, node=Node(leaf)), same_positions=False)
+
+
+def stratified(
+    drawn: Bijection, classes: npt.NDArray[np.int32], train: int, test: int
+) -> dict[str, npt.NDArray[np.int64]]:
+    """Return sorted rows for training and for the test, with the proportions of the classes of all rows.
+
+    Raises ValueError unless every class can be in both.
+    """
+    counts = np.bincount(classes).tolist()
+    if min(counts) < 2 or min(train, test) < len(counts):
+        least = f"one class has {min(counts)} row" if min(counts) < 2 else f"the sizes are {train:,} and {test:,}"
+        raise ValueError(
+            f"train_test_split: stratify_by_column needs a row of each of {len(counts):,} classes in both parts, but "
+            f"{least}. Choose larger parts, or a column with fewer values."
+        )
+    of_test = apportion(counts, test)
+    of_train = apportion([count - taken for count, taken in zip(counts, of_test, strict=True)], train)
+    order = drawn(np.arange(len(classes), dtype=np.int64))
+    by_class = order[np.argsort(classes[order], kind="stable")]
+    parts: dict[str, list[npt.NDArray[np.int64]]] = {"train": [], "test": []}
+    for rows, first, last in zip(np.split(by_class, np.cumsum(counts)[:-1]), of_test, of_train, strict=True):
+        parts["test"].append(rows[:first])
+        parts["train"].append(rows[first : first + last])
+    return {name: np.sort(np.concatenate(rows)) for name, rows in parts.items()}

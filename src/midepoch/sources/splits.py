@@ -115,6 +115,20 @@ def split_sizes(rows: int, train: Any, test: Any) -> tuple[int, int]:
     return first, last
 
 
+def apportion(counts: Sequence[int], total: int) -> list[int]:
+    """Divide a total in proportion to some counts, exactly: each share is rounded down, and largest remainders get one.
+
+    >>> apportion([70, 20, 11], 10)
+    [7, 2, 1]
+    """
+    rows = sum(counts)
+    shares = [count * total // rows for count in counts]
+    by_remainder = sorted(range(len(counts)), key=lambda at: -(counts[at] * total % rows))
+    for at in by_remainder[: total - sum(shares)]:
+        shares[at] += 1
+    return shares
+
+
 def expand_all(parts: Sequence[SplitPart], splits: Sequence[str]) -> tuple[SplitPart, ...]:
     """Replace ``all`` by every split in turn."""
     if "all" not in splits and any(part != SplitPart("all") for part in parts if part.split == "all"):
