@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
 
 import midepoch
-from midepoch.integrations.transformers import ResumableTrainer, last_checkpoint
+from midepoch.integrations.transformers import ResumableTrainer
 
 ROWS, BATCH, EPOCHS, EVERY = 500, 16, 2, 10
 
@@ -62,8 +62,7 @@ def train(folder: Path, die_at: int | None) -> None:
     ds = midepoch.from_files(folder / "data.parquet").shuffle(seed=42)
     trainer = Trainer(model, args, train_dataset=ds)
     trainer.folder, trainer.die_at = folder, die_at
-    Path(args.output_dir).mkdir(exist_ok=True)
-    trainer.train(resume_from_checkpoint=last_checkpoint(args.output_dir))
+    trainer.train(resume_from_checkpoint=True)  # the last complete checkpoint. At the first start there is none
 
 
 if __name__ == "__main__":

@@ -93,8 +93,10 @@ class ResumableTraining:
     def train(
         self: Any, resume_from_checkpoint: str | os.PathLike[str] | bool | None = None, *rest: Any, **named: Any
     ) -> Any:
-        if resume_from_checkpoint is True:  # True if there is none: the Trainer reports it
-            resume_from_checkpoint = last_checkpoint(self.args.output_dir) or True
+        if resume_from_checkpoint is True:
+            resume_from_checkpoint = last_checkpoint(self.args.output_dir)
+            if resume_from_checkpoint is None:  # so that one program is for the first start and for all others
+                self._tell(logging.WARNING, f"no checkpoint in {self.args.output_dir} yet: the run begins at step 0.")
         self._before = None
         self._checkpoint = None if isinstance(resume_from_checkpoint, bool | None) else str(resume_from_checkpoint)
         return super().train(resume_from_checkpoint, *rest, **named)  # type: ignore[misc]
