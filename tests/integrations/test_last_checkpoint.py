@@ -11,10 +11,11 @@ import torch
 
 pytest.importorskip("transformers")
 
-from transformers import TrainingArguments
+from transformers import Trainer, TrainingArguments
 
 import midepoch
 from midepoch.integrations.transformers import ResumableTrainer, last_checkpoint
+from midepoch.iteration import state
 
 
 def test_an_interrupted_save_is_skipped(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -80,3 +81,25 @@ def test_a_first_save_that_was_killed_is_no_checkpoint(make: Any, tmp_path: Path
     trainer = make(max_steps=1)
     trainer.train(resume_from_checkpoint=True)
     assert trainer.state.global_step == 1
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_plain_trainer_is_told_of_the_resumable_one(
+    workers: int, make: Any, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str], monkeypatch: Any
+) -> None:
+    class Mine(Trainer):  # type: ignore[misc]
+        pass
+
+    handler = logging.StreamHandler()  # workers write to the terminal
+    logging.getLogger("midepoch").addHandler(handler)
+    monkeypatch.setattr(state, "_warned", set())
+    try:
+        make(max_steps=1).train()
+        make(Mine, max_steps=1).evaluate()
+        assert "ResumableTrainer" not in capfd.readouterr().err
+        make(Mine, max_steps=2, dataloader_num_workers=workers).train()
+        text = capfd.readouterr().err
+        assert text.count("Use midepoch.integrations.transformers.ResumableTrainer, or class MyTrainer") == 1
+        assert "class MyTrainer(ResumableTraining, Mine)" in text
+    finally:
+        logging.getLogger("midepoch").removeHandler(handler)

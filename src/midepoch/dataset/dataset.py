@@ -16,7 +16,12 @@ from midepoch.dataset import habits
 from midepoch.dataset.cached import cached
 from midepoch.dataset.reading import Reading
 from midepoch.iteration.iterators import BatchIterator, RowIterator
-from midepoch.iteration.state import IterationState, register_with_torch, warn_of_dropped_rows
+from midepoch.iteration.state import (
+    IterationState,
+    register_with_torch,
+    warn_of_dropped_rows,
+    warn_of_plain_trainer,
+)
 from midepoch.pipeline.cursor import Cursor
 from midepoch.pipeline.lanes import estimated_length, known_length
 from midepoch.pipeline.leaf import Leaf
@@ -297,6 +302,7 @@ class Dataset(Reading, Resumable):
     def __iter__(self) -> Iterator[Any]:
         here, self._pass = self._iteration, None
         warn_of_dropped_rows(sys._getframe(1))
+        warn_of_plain_trainer(sys._getframe(1))
         return here.follow(RowIterator(here.start_from(here.begin()), here))
 
     def iter(self, batch_size: int, drop_last_batch: bool = False) -> Iterator[Any]:

@@ -132,6 +132,33 @@ def warn_of_dropped_rows(caller: FrameType) -> None:
     )
 
 
+def warn_of_plain_trainer(caller: FrameType) -> None:
+    """Log once that Hugging Face's Trainer iterates the dataset itself, and does not save the position in the data.
+
+    ``caller``: the frame that called ``iter(ds)``, in the Trainer's loop or in a worker that was forked there.
+    """
+    if "transformers.trainer" not in sys.modules or "Trainer" in _warned:
+        return
+    frame: FrameType | None = caller
+    while frame is not None and frame.f_globals.get("__name__") != "transformers.trainer":
+        frame = frame.f_back
+    if frame is None or frame.f_code.co_name in ("evaluation_loop", "prediction_loop"):
+        return
+    _warned.add("Trainer")
+    data = sys.modules.get("torch.utils.data")
+    info = data.get_worker_info() if data is not None else None
+    if info is None or not info.id:
+        _log.warning(
+            "this Trainer does not save the position in a midepoch dataset: a resume reads and discards all rows up to "
+            "it. Nor does it shuffle the dataset. Use midepoch.integrations.transformers.ResumableTrainer, or "
+            "class MyTrainer(ResumableTraining, %s).",
+            type(frame.f_locals.get("self")).__name__,
+        )
+
+
+_warned: set[str] = set()
+
+
 def _rebuild(handle: Any) -> SharedCell:
     return SharedCell(fd=handle.detach())
 
