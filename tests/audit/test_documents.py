@@ -91,6 +91,7 @@ def test_the_command_prints_documents_and_their_tokens(
         assert lines[0] == f"row {name}:{row}" and any(re.match(r"│ +2 │", line) for line in lines)
     assert json.loads(call("--row", row, "--source", first["source"], "--json").stdout)
     assert "there is no source 'books'" in call("--row", "books:1").output
+    assert "there is no row 9999: source web has" in call("--row", "web:9999").output
     assert "takes the number of a row" in call("--row", "web:x").output
 
 

@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from midepoch.audit.consumed import Delivery
 from midepoch.audit.documents import Document, documents_of
+from midepoch.audit.orders import KnownSource
 from midepoch.audit.passes import Generation
 from midepoch.audit.proof import own_positions
 from midepoch.errors import DataNotFoundError, StateError
@@ -124,6 +125,7 @@ def documents_of_row(run: Run, row: int, source: int | str) -> list[Document] | 
         if isinstance(leaf, str) or not 0 <= leaf < len(names):
             known = ", ".join(f"{i} ({name})" for i, name in enumerate(names[:20]))
             raise DataNotFoundError(f"there is no source {source!r}. The sources are: {known}.")
+        _check_row(run.order_of(one).sources[leaf], row, f"source {source}")
         for rank, (records, passed) in sorted(one.documents.items()):
             for place in records.steps_with(passed, leaf, row):
                 table = records.of(passed, place)
@@ -131,6 +133,11 @@ def documents_of_row(run: Run, row: int, source: int | str) -> list[Document] | 
                     found = _documents(run, one, table, before + place + 1, rank)
                     documents += [each for each in found if (each.source, each.row) == (leaf, row)]
     return sorted(set(documents))  # a lease that was delivered again keeps its number
+
+
+def _check_row(source: KnownSource, row: int, name: str) -> None:
+    if not 0 <= row < source.numbered:
+        raise DataNotFoundError(f"there is no row {row}: {name} has {source.numbered:,} rows.")
 
 
 def _documents(run: Run, one: Generation, table: DocumentTable, step: int, rank: int) -> Iterator[Document]:
@@ -174,9 +181,7 @@ def steps_of_row(run: Run, row: int, source: int) -> list[Delivery]:
     sources = run.order.sources
     if not 0 <= source < len(sources):
         raise DataNotFoundError(f"there is no source {source}: the run has {len(sources)}, counted from 0.")
-    if not 0 <= row < (rows := sources[source].numbered):
-        where = f"source {source}" if len(sources) > 1 else "the dataset"
-        raise DataNotFoundError(f"there is no row {row}: {where} has {rows:,} rows.")
+    _check_row(sources[source], row, f"source {source}" if len(sources) > 1 else "the dataset")
     deliveries: list[Delivery] = []
     for number, (one, before) in enumerate(zip(run.generations, run.first_steps, strict=True)):
         if one.in_lanes:
