@@ -14,6 +14,7 @@ from page import ROOT, blocks_of
 
 import s3
 from forks import Forks
+from midepoch.audit import read_run
 
 PAGES = sorted(
     str(path.relative_to(ROOT))
@@ -66,6 +67,24 @@ def test_page(
         [script, str(ROOT / page), str(programs)], cwd=tmp_path, env=settings
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
+
+
+def test_the_program_of_the_readme_is_killed_and_resumed(tmp_path: Path, forks: Forks) -> None:
+    """As it stands, but for the signal, and for other workers the second time."""
+    program = next(block.text for block in blocks_of(ROOT / "README.md") if block.language == "python")
+    every = "    if loader.steps % 20 == 0:\n"
+    assert program.count(every) == 1 and program.count("num_workers=2") == 1
+    kill = "    if loader.steps == 33:\n        import signal\n        signal.raise_signal(signal.SIGKILL)\n"
+    (tmp_path / "first.py").write_text(program.replace(every, kill + every))
+    (tmp_path / "again.py").write_text(program.replace("num_workers=2", "num_workers=3"))
+    settings = {"MIDEPOCH_CACHE": str(tmp_path / ".cache"), "PYTHONPATH": os.pathsep.join(sys.path)}
+    for name, code in (("first.py", -9), ("again.py", 0)):
+        [done] = forks.run([str(tmp_path / name)], cwd=tmp_path, env=settings)
+        assert done.returncode == code, done.stderr[-3000:]
+    run = read_run(tmp_path / "run")
+    (epoch,) = run.epochs
+    assert run.exact and run.attempts == 2 and (epoch.once, epoch.steps, epoch.complete) == (800, 70, True)
+    assert epoch.again > 0
 
 
 @pytest.mark.parametrize(
