@@ -17,6 +17,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from rich.console import Console
 from rich.table import Table
 
 import midepoch
@@ -24,6 +25,7 @@ from midepoch.audit import read_runs
 from midepoch.checkpoint import PipelineCheckpoint
 from midepoch.cli import common, runs
 from midepoch.cli.app import COMMANDS
+from midepoch.demo.__main__ import progress_of
 
 LARGE = 1_234_567_890_123
 STYLE: Any = {"soft_wrap": True, "highlight": False, "markup": False}  # as the console of the commands
@@ -154,6 +156,15 @@ def test_no_table_of_any_command_is_broken(columns: int, packed: Path, run: Path
         for line, following in pairwise(lines):
             if is_table(line) and is_table(following) and following[0] not in "┏┌":
                 assert len(line) == len(following), (name, line, following)
+
+
+@pytest.mark.parametrize("columns", [60, 80, 120])
+def test_the_progress_of_the_demo_is_whole(columns: int) -> None:
+    file = io.StringIO()
+    with progress_of(Console(file=file, width=columns)) as progress:
+        progress.add_task("3. resumed at step 1000 with 3 workers", total=1500, completed=1500)
+    (line,) = file.getvalue().splitlines()
+    assert len(line.rstrip()) <= columns and "…" not in line and re.search(r"workers ━+ 1500/1500 0:00:00", line)
 
 
 def told_in_a_pipe(commands: dict[str, list[Any]], columns: int) -> dict[str, str]:

@@ -76,9 +76,7 @@ def show(folder: Path, size: Size) -> bool:
     os.environ["MIDEPOCH_CACHE"] = str(folder / "index")
     with console.status("making a dataset in the Hugging Face cache layout"):
         make_data(folder, size.rows)
-    with Progress(
-        TextColumn("{task.description:58}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), console=console
-    ) as progress:
+    with progress_of(console) as progress:
         whole, killed = folder / "uninterrupted", folder / "killed"
         train(folder, whole, 2, progress, "1. uninterrupted, 2 workers", size.steps)
         train(folder, killed, 2, progress, f"2. 2 workers, kill -9 at step {size.kill_at}", size.kill_at, kill=True)
@@ -86,6 +84,16 @@ def show(folder: Path, size: Size) -> bool:
         log = read_log(killed)
         train(folder, killed, 3, progress, f"3. resumed at step {cut} with 3 workers", size.steps, first=cut)
     return prove(whole, killed, log, cut, size, time.monotonic() - started)
+
+
+_TEXTS = 58
+"""Characters of a line of progress beside its bar."""
+
+
+def progress_of(console: Console) -> Progress:
+    """Return the progress of the runs, as wide as the terminal at most."""
+    bar = BarColumn(max(2, min(40, console.width - _TEXTS)))
+    return Progress(TextColumn("{task.description}"), bar, MofNCompleteColumn(), TimeElapsedColumn(), console=console)
 
 
 def make_data(folder: Path, rows: int) -> None:
