@@ -69,7 +69,7 @@ def test_page(
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
 
 
-def test_the_program_of_the_readme_is_killed_and_resumed(tmp_path: Path, forks: Forks) -> None:
+def test_the_program_of_the_readme_is_killed_and_resumed(tmp_path: Path, torch_forks: Forks) -> None:
     """As it stands, but for the signal, and for other workers the second time."""
     program = next(block.text for block in blocks_of(ROOT / "README.md") if block.language == "python")
     every = "    if loader.steps % 20 == 0:\n"
@@ -79,7 +79,7 @@ def test_the_program_of_the_readme_is_killed_and_resumed(tmp_path: Path, forks: 
     (tmp_path / "again.py").write_text(program.replace("num_workers=2", "num_workers=3"))
     settings = {"MIDEPOCH_CACHE": str(tmp_path / ".cache"), "PYTHONPATH": os.pathsep.join(sys.path)}
     for name, code in (("first.py", -9), ("again.py", 0)):
-        [done] = forks.run([str(tmp_path / name)], cwd=tmp_path, env=settings)
+        [done] = torch_forks.run([str(tmp_path / name)], cwd=tmp_path, env=settings)
         assert done.returncode == code, done.stderr[-3000:]
     run = read_run(tmp_path / "run")
     (epoch,) = run.epochs
