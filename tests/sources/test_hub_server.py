@@ -82,7 +82,7 @@ def test_the_client_of_the_hub_reads_from_the_server(server: HubServer, tmp_path
     assert server.requests.keys() == {"revision", "tree", "paths-info", "resolve", "cdn"}
 
 
-@pytest.mark.slow  # it asks other servers for a while; docs/migrate/hub.md does the same
+@pytest.mark.slow  # it asks other servers for a while; docs/data.md does the same
 def test_datasets_streams_from_the_server(server: HubServer, tmp_path: Path) -> None:
     pytest.importorskip("datasets")
     run(server, STREAM, tmp_path)

@@ -56,4 +56,4 @@ def test_packed_sequences_with_tensor_parallelism(forks: Forks, tmp_path: Path) 
 
 
 def test_page(forks: Forks, tmp_path: Path) -> None:
-    check_page(forks, "megatron.md", tmp_path)
+    check_page(forks, tmp_path)

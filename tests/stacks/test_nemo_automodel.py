@@ -32,7 +32,7 @@ def test_global_batches_on_4_then_2_then_8_ranks(forks: Forks, tmp_path: Path) -
 
 
 def test_page(forks: Forks, tmp_path: Path) -> None:
-    check_page(forks, "nemo-automodel.md", tmp_path)
+    check_page(forks, tmp_path)
 
 
 def test_config(forks: Forks, tmp_path: Path) -> None:
