@@ -226,6 +226,22 @@ def test_messages_on_the_page_of_errors_are_those_of_the_code() -> None:
         assert any(all(part in one for part in parts) for one in said), message
 
 
+def own_pages() -> list[Path]:
+    """The pages of the site, without those that only include another file."""
+    return [path for path in sorted(ROOT.glob("docs/**/*.md")) if not path.read_text().startswith("--8<--")]
+
+
+def test_the_documentation_stays_small_enough_to_be_read() -> None:
+    pages = own_pages()
+    assert len(pages) <= 30
+    assert sum(len(path.read_text().split()) for path in pages) <= 35_000
+
+
+def test_the_index_for_assistants_lists_every_page_once() -> None:
+    listed = re.findall(r"\]\(([\w-]+\.md)\)", (ROOT / "docs/llms.txt").read_text())
+    assert sorted(listed) == sorted(path.name for path in own_pages() if path.name != "index.md")
+
+
 def test_restarts_of_torchrun_are_shown_with_the_variable_they_need() -> None:
     """Without it, torch shares one TCP store over all restarts, and the restarted ranks can hang."""
     from torch.distributed.elastic.rendezvous import dynamic_rendezvous
