@@ -66,7 +66,24 @@ class Module:
         return getattr(self._module, name)
 
 
-_OF_DISK = ["mkdir", "rename", "replace", "unlink", "rmdir", "listdir", "open", "dup", "close", "write", "pwrite", "preadv", "fstat", "ftruncate", "posix_fallocate", "fsync"]
+_OF_DISK = [
+    "mkdir",
+    "rename",
+    "replace",
+    "unlink",
+    "rmdir",
+    "listdir",
+    "open",
+    "dup",
+    "close",
+    "write",
+    "pwrite",
+    "preadv",
+    "fstat",
+    "ftruncate",
+    "posix_fallocate",
+    "fsync",
+]
 
 
 def _modules(site: Site) -> dict[str, Any]:
