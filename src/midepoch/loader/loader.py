@@ -24,13 +24,12 @@ from midepoch.errors import WorldError
 from midepoch.loader import counting, edits
 from midepoch.loader import state as runs
 from midepoch.loader.feeds import Feed, Feeds
-from midepoch.loader.habits import ATTRIBUTES, HINTED, HINTS
 from midepoch.loader.lanes import EqualSteps, RankConsistencyCheck
 from midepoch.loader.leases import Lease, LeaseBook
 from midepoch.loader.leasing import LeaseItems, end_leases
 from midepoch.loader.meter import Meter
 from midepoch.loader.options import Options, SingleRow
-from midepoch.loader.passes import Pass, StepsPass
+from midepoch.loader.passes import ATTRIBUTES, HINTED, HINTS, Pass, StepsPass
 from midepoch.loader.plans import make_plan
 from midepoch.loader.provenance import source_names
 from midepoch.loader.state import Start

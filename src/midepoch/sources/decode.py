@@ -9,7 +9,7 @@ import pyarrow as pa
 
 from midepoch.errors import CorruptBlockError
 from midepoch.sources.formats import Block, Format
-from midepoch.sources.partitions import Values
+from midepoch.sources.indexed_files import Values
 from midepoch.storage.damage import is_damage, refusal
 from midepoch.storage.stores import Store
 

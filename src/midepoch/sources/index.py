@@ -1,5 +1,7 @@
 """Index of a set of files: the location of every block. Written once, checked by ``stat``, opened memory-mapped.
 
+Footers of files, which are needed to decode their blocks, are stored beside it and read on demand.
+
 Thousands of files are read by threads of this process, or by a cluster. An action is a module-level function with bound
 arguments (``functools.partial``), so that it can be sent to another process.
 """
@@ -11,9 +13,10 @@ import hashlib
 import json
 import logging
 import os
+import time
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -27,15 +30,82 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from midepoch._internal.progress import Progress
-from midepoch.errors import DataError, DataNotFoundError, DifferentSchemasError, FormatError
+from midepoch.errors import CorruptBlockError, DataError, DataNotFoundError, DifferentSchemasError, FormatError
 from midepoch.sources.arrow_ipc import FileScan, node_paths, scan
 from midepoch.sources.dictionaries import holds_dictionary, undecodable
 from midepoch.sources.fingerprints import SKIPPED
-from midepoch.sources.footers import Footers
 from midepoch.sources.indexed_files import IndexedFile as IndexedFile
 from midepoch.sources.indexed_files import IndexedFiles as IndexedFiles
 from midepoch.storage.cache_files import atomic_write, default_index_dir, locked
-from midepoch.storage.damage import DamageError, retried
+from midepoch.storage.damage import DamageError, is_damage, refusal, retried
+
+_SUFFIX = ".midepoch-footers"
+_KEPT_SECONDS = 7 * 24 * 3600
+
+
+@dataclass(frozen=True, eq=False)
+class Footers:
+    """One footer for each file: in memory, or in a file that is mapped on first use."""
+
+    kept: tuple[bytes, ...] = ()
+    path: str | None = None
+    name: str = ""
+    """Hash of the contents, so that an index is never used with the footers of another one."""
+
+    @staticmethod
+    def of(footers: Iterable[bytes]) -> Footers:
+        kept = tuple(footers)
+        digest = hashlib.blake2b(digest_size=8)
+        for one in kept:
+            digest.update(hashlib.blake2b(one, digest_size=16).digest())
+        return Footers(kept, None, digest.hexdigest())
+
+    def __getitem__(self, number: int) -> bytes:
+        if self.path is None:
+            return self.kept[number]
+        return bytes(pa.decompress(*self._at(number), codec="zstd", asbytes=True))
+
+    def _at(self, number: int) -> tuple[bytes, int]:
+        stored = self._column[number].as_py()
+        return stored[8:], int.from_bytes(stored[:8], "little")
+
+    @cached_property
+    def _column(self) -> pa.ChunkedArray:
+        assert self.path is not None
+        try:
+            table = retried(self._table, self.path)
+        except (OSError, CorruptBlockError, pa.ArrowException) as problem:
+            if not is_damage(problem):
+                raise refusal(problem, f"{self.path} could not be read: {problem}") from None
+            raise FormatError(
+                f"{self.path} cannot be read ({problem}). Open the dataset with force_reindex=True."
+            ) from None
+        if (table.schema.metadata or {}).get(b"midepoch") != self.name.encode():
+            raise FormatError(f"{self.path} belongs to another index. Create the dataset again.")
+        return table.column(0)
+
+    def _table(self) -> pa.Table:
+        with pa.memory_map(self.path) as mapped:
+            return pa.ipc.open_file(mapped).read_all()
+
+    def save(self, index: Path) -> Footers:
+        """Save the footers beside the index, under their own name: an index in use keeps its footers."""
+        path = index.with_name(f"{index.stem}.{self.name}{_SUFFIX}")
+        if not path.exists():
+            atomic_write(path, self._serialised())
+        for old in index.parent.glob(f"{index.stem}.*{_SUFFIX}"):
+            if old != path and old.stat().st_mtime < time.time() - _KEPT_SECONDS:
+                old.unlink(missing_ok=True)
+        return Footers((), str(path), self.name)
+
+    def _serialised(self) -> bytes:
+        stored = [len(one).to_bytes(8, "little") + pa.compress(one, codec="zstd", asbytes=True) for one in self.kept]
+        table = pa.table({"footer": pa.array(stored, pa.binary())}).replace_schema_metadata({"midepoch": self.name})
+        sink = pa.BufferOutputStream()
+        with pa.ipc.new_file(sink, table.schema) as writer:
+            writer.write_table(table)
+        return bytes(sink.getvalue())
+
 
 T = TypeVar("T")
 _THREADS = 16

@@ -24,9 +24,9 @@ from midepoch.sources.files import DataFiles
 from midepoch.sources.filters import Filter, comparable
 from midepoch.sources.fingerprints import SKIPPED
 from midepoch.sources.folders import Listing
-from midepoch.sources.footers import Footers
 from midepoch.sources.formats import GROUPED, Block, ListedFormat, Member, Scanned, format_named
 from midepoch.sources.index import (
+    Footers,
     Index,
     IndexedFile,
     IndexedFiles,
@@ -37,7 +37,7 @@ from midepoch.sources.index import (
     usable,
     warn_of_skipped,
 )
-from midepoch.sources.partitions import Values, below, hive_values
+from midepoch.sources.indexed_files import Values, below, hive_values
 from midepoch.sources.schemas import nullable_paths, row_bytes, unified
 from midepoch.storage.cache_files import atomic_write, default_index_dir, locked
 from midepoch.storage.damage import DamageError

@@ -12,7 +12,7 @@ from midepoch.sources.dictionaries import plain_type, with_children
 from midepoch.sources.formats import Scanned
 from midepoch.sources.formats.lines import widest
 from midepoch.sources.index import check_names
-from midepoch.sources.partitions import Values
+from midepoch.sources.indexed_files import Values
 from midepoch.storage.open_files import Entry
 from midepoch.storage.stores import Store
 
