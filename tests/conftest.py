@@ -53,8 +53,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(autouse=True)
-def _own_caches(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = tmp_path_factory.getbasetemp() / "caches"
+def _own_caches(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Caches for each file of tests: what is kept within a limit is counted when a source is opened."""
+    folder = tmp_path_factory.getbasetemp() / "caches" / request.path.stem
     monkeypatch.setenv("MIDEPOCH_CACHE", str(folder / "midepoch"))
     monkeypatch.setenv("HF_HOME", str(folder / "hf"))
 

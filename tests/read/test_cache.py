@@ -114,6 +114,23 @@ def test_hosts_that_share_a_folder_have_one_cache(lake: Path, tmp_path: Path, py
     assert sizes == [BLOCKS] * 3
 
 
+def test_a_reader_tidies_its_own_folder_and_once_an_hour_all_others(tmp_path: Path) -> None:
+    for key in ("own", "other", "empty"):
+        block_cache(tmp_path, key).get(0, lambda: table(7))
+    own, other, empty = (next(tmp_path.glob(f"{key}-*")) for key in ("own", "other", "empty"))
+    next(empty.glob("*.block")).unlink()
+    os.utime(empty / cache.LOCK, (0, 0))  # unused since 1970
+    left = [folder / ".0.block.elsewhere.1.00000000.tmp" for folder in (own, other)]
+    for path in left:
+        path.touch()
+        os.utime(path, (0, 0))
+    block_cache(tmp_path, "own")
+    assert [path.exists() for path in (*left, empty)] == [False, True, True]
+    os.utime(next(tmp_path.glob(f"{cache.TIDIED}*")), (0, 0))
+    block_cache(tmp_path, "own")
+    assert [path.exists() for path in (*left, empty)] == [False, False, False]
+
+
 def test_a_block_on_a_network_file_system_is_read_into_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A mapped page of a file that another machine removes would end the process."""
     monkeypatch.setattr(cache, "is_network", lambda _: True)
