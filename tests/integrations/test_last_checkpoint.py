@@ -1,4 +1,7 @@
-"""One program for the first start of a Trainer and for all others: its last complete checkpoint, if there is one."""
+"""One program for the first start of a Trainer and for all others: its last complete checkpoint, if there is one.
+
+transformers is imported in the tests: it takes 4 s, not in every process that collects them.
+"""
 
 from __future__ import annotations
 
@@ -9,16 +12,14 @@ from typing import Any
 import pytest
 import torch
 
-pytest.importorskip("transformers")
-
-from transformers import Trainer, TrainingArguments
-
 import midepoch
-from midepoch.integrations.transformers import ResumableTrainer, last_checkpoint
 from midepoch.iteration import state
 
 
 def test_an_interrupted_save_is_skipped(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    pytest.importorskip("transformers")
+    from midepoch.integrations.transformers import last_checkpoint
+
     assert last_checkpoint(tmp_path / "nothing") is None
     for step in (3, 9, 12, 15):
         (tmp_path / f"checkpoint-{step}").mkdir()
@@ -47,6 +48,11 @@ class Model(torch.nn.Module):
 
 @pytest.fixture
 def make(small_files: list[str], tmp_path: Path) -> Any:
+    pytest.importorskip("transformers")
+    from transformers import TrainingArguments
+
+    from midepoch.integrations.transformers import ResumableTrainer
+
     def made(kind: Any = ResumableTrainer, **options: Any) -> Any:
         args = TrainingArguments(
             str(tmp_path / "output"),
@@ -64,6 +70,8 @@ def make(small_files: list[str], tmp_path: Path) -> Any:
 
 
 def test_one_program_begins_and_resumes(make: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    from midepoch.integrations.transformers import last_checkpoint
+
     expected = [int(row["id"]) for row in make(max_steps=1).train_dataset][:24]
     with caplog.at_level(logging.WARNING, "midepoch"):
         first = make(max_steps=3)
@@ -87,6 +95,8 @@ def test_a_first_save_that_was_killed_is_no_checkpoint(make: Any, tmp_path: Path
 def test_a_plain_trainer_is_told_of_the_resumable_one(
     workers: int, make: Any, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str], monkeypatch: Any
 ) -> None:
+    from transformers import Trainer
+
     class Mine(Trainer):  # type: ignore[misc]
         pass
 
