@@ -281,7 +281,7 @@ Taker = Batches | Leases
 @contextmanager
 def folder_in_memory() -> Iterator[Path]:
     parent = "/dev/shm" if Path("/dev/shm").is_dir() else None
-    folder = Path(tempfile.mkdtemp(prefix="midepoch-simulation-", dir=parent))
+    folder = Path(tempfile.mkdtemp(prefix="simulation-of-midepoch-", dir=parent))
     try:
         yield folder
     finally:
