@@ -15,7 +15,7 @@ from midepoch.integrations.micro_batches import cut
 
 ROWS = 24
 Output = Any
-"""What tells an output of a pipeline apart: the number of its row, or its tokens."""
+"""Identity of an output of a pipeline: the number of its row, or its tokens."""
 
 
 def rows_from(first: int, count: int) -> midepoch.Dataset:

@@ -23,21 +23,28 @@ def main() -> int:
             if outcome.finding:
                 print("\nshrunk:\n" + shrink(simulator, outcome).report())
             return bool(outcome.finding)
-        began, used, findings, struck = time.monotonic(), time.process_time(), 0, 0
-        for number in range(given.count):
-            outcome = simulator.run(given.first + number)
-            struck += outcome.struck
-            if outcome.finding:
-                findings += 1
-                print(f"seed {outcome.plan.seed}: {outcome.finding}", flush=True)
-                if findings == given.most:
-                    break
-        count, cpu = number + 1, time.process_time() - used
-        print(
-            f"{count} histories, {struck} with a fault, {findings} findings, {time.monotonic() - began:.0f} s; "
-            f"{struck / cpu * 3600:,.0f} with a fault per hour of one core"
-        )
-        return bool(findings)
+        return bool(_run(simulator, range(given.first, given.first + given.count), given.most))
+
+
+def _run(simulator: Simulator, seeds: range, most: int) -> int:
+    """Run many histories, and return the number of findings. What came so far is printed now and then."""
+    began, used, findings, struck = time.monotonic(), time.process_time(), 0, 0
+    for number, seed in enumerate(seeds, 1):
+        outcome = simulator.run(seed)
+        struck += outcome.struck
+        if outcome.finding:
+            findings += 1
+            print(f"seed {seed}: {outcome.finding}", flush=True)
+        if number % 500 == 0 or number == len(seeds) or findings == most:
+            cpu = time.process_time() - used
+            print(
+                f"{number} histories, {struck} with a fault, {findings} findings, {time.monotonic() - began:.0f} s; "
+                f"{struck / cpu * 3600:,.0f} with a fault per hour of one core",
+                flush=True,
+            )
+        if findings == most:
+            break
+    return findings
 
 
 sys.exit(main())

@@ -30,7 +30,7 @@ class HangError(AssertionError):
 
 @dataclass(frozen=True)
 class Fault:
-    """What happens to a rank at its n-th operation in a place.
+    """Event at the n-th operation of a rank in a place.
 
     ``kind``: "kill" of the rank, "power" loss of the machine, "interrupt" (KeyboardInterrupt), "error" with a number,
     "jump" of the clock; in the store also "throttle", "lost answer", "twice" and "slow". ``count``: how many operations

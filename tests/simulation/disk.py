@@ -200,10 +200,14 @@ class Disk:
         if node.entries is None:
             node.synced = os.pread(real, os.fstat(real).st_size, 0)
             return
-        safe = [change for change in self.pending if any(folder is node for folder, _, _ in change)]
-        self.pending = [change for change in self.pending if not any(change is other for other in safe)]
-        for folder, name, inner in (each for change in safe for each in change):
-            _set(folder.synced, name, inner)
+        left = []
+        for change in self.pending:
+            if not any(folder is node for folder, _, _ in change):
+                left.append(change)
+                continue
+            for folder, name, inner in change:
+                _set(folder.synced, name, inner)
+        self.pending = left
 
     # A loss of power
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
@@ -23,7 +22,8 @@ from simulation.plans import Plan, StartPlan
 from simulation.site import Site
 from simulation.store import Bucket
 
-_BENIGN = ("jump", "slow", "twice")
+_MOST_STEPS = 150
+"""Steps of the longest plan are 60: two epochs, of which each start may repeat some."""
 
 
 class FindingError(AssertionError):
@@ -69,6 +69,7 @@ class History:
         self.trusted = True
         """False if a part of the ledger may be gone: by a loss of power, or an error when it was written."""
         self.events: list[str] = []
+        self._before = 0  # faults before this start
 
     @property
     def steps(self) -> set[int]:
@@ -77,7 +78,7 @@ class History:
 
     @property
     def entries(self) -> tuple[Entry, ...]:
-        """What the weights have seen of the epochs of the plan."""
+        """Outputs of the epochs of the plan that the weights have seen."""
         found = self.kept + tuple(entry for log in self.logs for entry in log)
         return tuple(entry for entry in found if entry.epoch < self.plan.epochs)
 
@@ -89,13 +90,13 @@ class History:
     def _run(self, number: int, start: StartPlan, *, is_last: bool) -> None:
         cluster = self.cluster
         self.site.begin_start(start.connected)
-        self.logs, restored = [[] for _ in range(start.world)], len(cluster.happened)
+        self.logs, self._before = [[] for _ in range(start.world)], len(cluster.happened)
         mains = [self._main(number, start, rank) for rank in range(start.world)]
         try:
             ranks = cluster.run(mains, list(start.faults))
         except HangError as problem:
             raise FindingError(f"start {number} hangs: {problem}") from None
-        struck = cluster.happened[restored:]
+        struck = cluster.happened[self._before :]
         self.events.append(f"start {number}: {', '.join(struck) or 'no fault'}; {_ends(ranks)}")
         self.trusted = self.trusted and not cluster.power_lost and not any("error" in text for text in struck)
         for rank in ranks:
@@ -136,7 +137,12 @@ class History:
 
     def _restored(self, mark: str, number: int) -> None:
         order = self.marks[mark].order if mark else 0
-        unreadable = any(text.startswith(("error", "throttle", "lost")) for text in self.cluster.happened)
+        struck = self.cluster.happened[self._before :]
+        unreadable = any(text.startswith(("error", "throttle", "lost")) for text in struck)
+        # Of a step that was being removed, a loss of power may leave the folder without its files.
+        damaged = [text for text in self.site.complaints if not (self.disk.lost and "there is no manifest" in text)]
+        if damaged and not unreadable:
+            raise FindingError(f"start {number} found a damaged checkpoint: {damaged[0]}")
         if order < self.durable and not unreadable:
             raise FindingError(f"start {number} restored checkpoint {order}, and {self.durable} was saved")
         self.durable = order if unreadable else self.durable
@@ -197,6 +203,8 @@ class History:
                     return
                 continue
             empty, step = 0, step + 1
+            if step > _MOST_STEPS:
+                raise FindingError(f"start {number}, rank {rank}: the run does not end")
             edit()
             leaves = start.exit if start.exit is not None and start.exit.step <= step else None
             if (start.every and step % start.every == 0) or (leaves is not None and leaves.kind == "preempt"):
@@ -303,7 +311,3 @@ def as_uninterrupted(plan: Plan, world: int, size: int, features: tuple[str, ...
     """Return the plan of an uninterrupted run. Equal ones are equal values, whatever history they are compared with."""
     start = StartPlan(world, size, every=0, connected=True)
     return Plan(0, features, plan.pipeline, (start,), last, False, None, plan.epochs, plan.edit_at)
-
-
-def quiet() -> None:
-    logging.getLogger("midepoch").setLevel(logging.CRITICAL)

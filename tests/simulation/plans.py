@@ -19,7 +19,7 @@ IN_ROWS = ("rows", "filter", "window")
 
 @dataclass(frozen=True)
 class Exit:
-    """How a start ends by itself after a step: a rank is killed, or all save and exit, or all exit."""
+    """End of a start after a step: a rank is killed, or all save and exit, or all exit."""
 
     kind: str
     step: int
@@ -94,11 +94,11 @@ def draw(seed: int) -> Plan:
     connected = draws.random() < 0.4
     elastic = draws.random() < 0.6 and not (has("schedule") or has("set_weights") or has("exclude steps"))
     elastic = elastic and not (has("exclude rows") and pipeline not in IN_ROWS)
-    worlds = (1, 2) if has("schedule") else (1, 1, 2, 2, 3)
+    worlds = (1, 2) if has("schedule") else (1, 1, 1, 2, 2, 3)
     shape = _shape(draws, worlds)
     starts = []
     remote = draws.random() < 0.3
-    for _ in range(draws.choice((1, 2, 2, 3))):
+    for _ in range(draws.choice((1, 1, 2, 2, 3))):
         if elastic:
             shape = _shape(draws, worlds)
         starts.append(_start(draws, *shape, connected, remote))
@@ -144,26 +144,32 @@ _NOT_PACKED = ("schedule", "set_weights", "context_parallel", "collate_fn")
 
 
 def _start(draws: random.Random, world: int, size: int, connected: bool, remote: bool) -> StartPlan:
+    """Draw a start with a fault, or that ends early.
+
+    The clock goes back only if ranks are connected: else notes of dead processes differ from those of this start in
+    their times alone.
+    """
     faults: list[Fault] = []
     leaves = None
     if draws.random() < 0.3:
         leaves = Exit(draws.choice(("kill", "kill", "preempt", "exit")), draws.randint(1, 5), draws.randrange(world))
     while not faults and (leaves is None or draws.random() < 0.3):
-        faults.append(_fault(draws, world, remote))
+        faults.append(_fault(draws, world, remote, connected))
         if draws.random() < 0.25:
-            faults.append(_fault(draws, world, remote))
+            faults.append(_fault(draws, world, remote, connected))
     every = draws.choice((1, 2, 2, 3, 4))
     return StartPlan(world, size, every, tuple(faults), leaves, draws.random() < 0.7, connected)
 
 
-def _fault(draws: random.Random, world: int, remote: bool) -> Fault:
+def _fault(draws: random.Random, world: int, remote: bool, connected: bool) -> Fault:
     rank, at = draws.randrange(world), int(2 ** (draws.random() * 7))
-    kind = draws.choice(("kill", "kill", "power", "interrupt", "error", "error", "jump", "store"))
+    kind = draws.choice(("kill", "kill", "power", "interrupt", "interrupt", "error", "error", "jump", "store"))
     where: str = draws.choice(("", "", "checkpoint", "ledger"))
+    kind = "store" if remote and draws.random() < 0.3 else "kill" if kind == "store" and not remote else kind
     if kind == "jump":
-        return Fault(kind, rank, at, number=draws.choice((-100_000, -60, 3_600, 100_000)))
+        return Fault(kind, rank, at, number=draws.choice((3_600, 100_000, *((-60, -100_000) * connected))))
     if kind == "store" or (remote and kind == "error" and where == "checkpoint"):
-        kind, where = draws.choice(("throttle", "lost answer", "twice", "slow")), "store"
+        kind, where = draws.choice(("throttle", "lost answer", "lost answer", "twice", "slow")), "store"
         return Fault(kind, rank, at, where, count=draws.choice((1, 1, 2, 10**9)))
     if kind == "error":
         number: Any = draws.choice((errno.ENOSPC, errno.ENOSPC, errno.EIO))

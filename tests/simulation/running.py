@@ -23,7 +23,7 @@ _COLLECT_EVERY = 25
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a history."""
+    """Result of a history."""
 
     plan: Plan
     finding: str
@@ -47,8 +47,11 @@ class Simulator:
         self._log, self._count = logging.getLogger("midepoch"), 0
 
     def __enter__(self) -> Simulator:
-        self._level = self._log.level
-        self._log.setLevel(logging.CRITICAL)
+        self._before = (self._log.level, self._log.propagate)
+        self._log.setLevel(logging.ERROR)
+        self._log.propagate = False
+        self._handler = _Complaints(self.site.complaints)
+        self._log.addHandler(self._handler)
         self._installed.__enter__()
         self._hook, sys.unraisablehook = sys.unraisablehook, _report
         gc.collect()
@@ -61,7 +64,8 @@ class Simulator:
         gc.enable()
         sys.unraisablehook = self._hook
         self._installed.__exit__(None, None, None)
-        self._log.setLevel(self._level)
+        self._log.level, self._log.propagate = self._before
+        self._log.removeHandler(self._handler)
 
     def run(self, plan: int | Plan) -> Outcome:
         """Run a history."""
@@ -79,6 +83,17 @@ class Simulator:
         text = repr((history.entries, history.events, finding)).replace(str(folder), "")
         digest = hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
         return Outcome(plan, finding, tuple(history.events), bool(history.cluster.happened), digest)
+
+
+class _Complaints(logging.Handler):
+    """Errors that the library logs."""
+
+    def __init__(self, found: list[str]) -> None:
+        super().__init__(logging.ERROR)
+        self._found = found
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._found.append(record.getMessage())
 
 
 def _report(unraisable: Any) -> None:

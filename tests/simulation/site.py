@@ -1,4 +1,4 @@
-"""What the library imports, replaced by the simulated disk, stores, clock and processes."""
+"""Modules that the library imports, replaced by the simulated disk, stores, clock and processes."""
 
 from __future__ import annotations
 
@@ -36,8 +36,13 @@ class Site:
     values: KeyValues | None = None
     """None if the ranks of the start are not connected."""
 
+    def __init__(self) -> None:
+        self.complaints: list[str] = []
+        """Errors that the library has logged in this start."""
+
     def begin_start(self, connected: bool) -> None:
         """Forget what the processes before had in memory."""
+        self.complaints.clear()
         self.values = KeyValues() if connected else None
         manager._rendezvous.clear()
         ledger._latest.clear()

@@ -1,0 +1,285 @@
+"""Bugs, planted in the library one at a time: each must be found within a number of histories."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from midepoch.audit.ledger import Ledger
+from midepoch.checkpoint import disk, local, manifest, remote, saving
+from midepoch.checkpoint.rendezvous import Leader
+from midepoch.loader import leases, passes, state
+from midepoch.loader.loader import Loader
+from midepoch.order.intervals import EMPTY
+from midepoch.pipeline.cursor import LaneCursor
+from midepoch.state import saved
+
+Plant = Callable[[pytest.MonkeyPatch], None]
+PLANTED: dict[str, Plant] = {}
+
+
+def planted(function: Plant) -> Plant:
+    PLANTED[function.__name__.replace("_", " ").strip()] = function
+    return function
+
+
+@planted
+def a_state_one_row_ahead(patch: pytest.MonkeyPatch) -> None:
+    """An off-by-one in a cursor: a loaded state of positions begins one row later."""
+    real = state.load
+
+    def load(spec: Any, cursor: Any) -> Any:
+        if spec.unit == "rows" and cursor.lane.taken and cursor.lane.at is None:
+            lane = replace(cursor.lane, taken=cursor.lane.taken + 1)
+            cursor = cursor._replace(lanes={**cursor.lanes, 0: lane})
+        return real(spec, cursor)
+
+    patch.setattr(state, "load", load)
+
+
+@planted
+def a_lane_one_output_back(patch: pytest.MonkeyPatch) -> None:
+    """Another one: the state of lanes forgets the output of its last step."""
+    real = Loader.state_dict
+
+    def state_dict(self: Loader) -> dict[str, Any]:
+        found = real(self)
+        if found["unit"] == "outputs" and len(found["cursor"]) > 1:
+            found["cursor"] = found["cursor"][:-1]
+        return found
+
+    patch.setattr(Loader, "state_dict", state_dict)
+
+
+@planted
+def a_state_of_what_was_asked_for(patch: pytest.MonkeyPatch) -> None:
+    """The state moves before the batch is delivered: an interrupt in between loses it."""
+    real = passes.Pass._fail
+
+    def fail(self: passes.Pass, problem: BaseException) -> None:
+        if self.feed is not None and self.feed.plan is not None and self._made > self.delivered:
+            self._loader._run = self._loader._run._replace(at=self.feed.end)
+        real(self, problem)
+
+    patch.setattr(passes.Pass, "_fail", fail)
+
+
+@planted
+def the_same_epoch_again(patch: pytest.MonkeyPatch) -> None:
+    """An epoch boundary: the run continues with the epoch that is over."""
+    real = state.finish
+
+    def finish(run: Any, end: Any, *, rolled: bool) -> Any:
+        found = real(run, end, rolled=rolled)
+        return found._replace(next=found.next._replace(epoch=end.epoch)) if not rolled else found
+
+    patch.setattr(state, "finish", finish)
+
+
+@planted
+def an_excluded_row_is_forgotten(patch: pytest.MonkeyPatch) -> None:
+    """The state does not hold the rows that are excluded."""
+    real = saved.save
+
+    def save(spec: Any, *arguments: Any) -> dict[str, Any]:
+        return real(replace(spec, excluded=()) if spec.excluded else spec, *arguments)
+
+    patch.setattr(saved, "save", save)
+
+
+@planted
+def weights_are_forgotten(patch: pytest.MonkeyPatch) -> None:
+    """A resume continues with the first weights of a mix."""
+    real = saved.load_global
+
+    def load(states: Any, spec: Any, allow: Any, planning: Any) -> Any:
+        found = real(states, spec, allow, planning)
+        return found._replace(spec=spec) if hasattr(found, "_replace") else replace(found, spec=spec)
+
+    patch.setattr(saved, "load_global", load)
+
+
+@planted
+def an_early_acknowledgement_is_forgotten(patch: pytest.MonkeyPatch) -> None:
+    """A state has the oldest lease that is out, and not the later ones that are acknowledged."""
+    real = leases.Tracker.frontier
+
+    def frontier(self: leases.Tracker) -> Any:
+        found = real(self)
+        self._taken.__dict__.update({"_outputs": {}} if hasattr(self._taken, "_outputs") else {})
+        return found
+
+    patch.setattr(leases.Tracker, "frontier", frontier)
+
+
+@planted
+def a_lost_sync_of_a_file(patch: pytest.MonkeyPatch) -> None:
+    """The files of a checkpoint are not synced."""
+    patch.setattr(disk, "create_file", _create_without_sync())
+
+
+def _create_without_sync() -> Any:
+    from contextlib import contextmanager
+
+    @contextmanager
+    def create_file(path: Any) -> Any:
+        descriptor = disk.os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+        sink = disk.LocalSink(descriptor)
+        try:
+            yield sink
+        finally:
+            disk.os.close(descriptor)
+
+    return create_file
+
+
+@planted
+def a_lost_sync_of_the_folder(patch: pytest.MonkeyPatch) -> None:
+    """The name of a step is not synced: a checkpoint that was reported is gone."""
+    real = disk.sync
+    patch.setattr(disk, "sync", lambda path: None if path.name == "checkpoint" else real(path))
+
+
+@planted
+def a_swapped_rename(patch: pytest.MonkeyPatch) -> None:
+    """A step gets its name before its files are complete."""
+    real = local.LocalStore.commit
+
+    def commit(self: local.LocalStore, step: int, token: str, content: bytes) -> None:
+        attempt = self._attempt(step, token)
+        if not (self.path / f"step_{step}").exists():
+            local.os.rename(attempt / "files", self.path / f"step_{step}")
+            with disk.create_file(self.path / f"step_{step}" / manifest.NAME) as sink:
+                sink.write(memoryview(content))
+            disk.sync(self.path)
+            self.abandon(step, token)
+            return
+        real(self, step, token, content)
+
+    patch.setattr(local.LocalStore, "commit", commit)
+
+
+@planted
+def a_replaced_step_is_removed_first(patch: pytest.MonkeyPatch) -> None:
+    """Old steps are removed before the new one is committed."""
+    real = saving._write
+
+    def write(store: Any, job: Any, token: str, world: Any) -> Any:
+        if not world.rank:
+            for step in store.steps():
+                store.remove(step)
+        return real(store, job, token, world)
+
+    patch.setattr(saving, "_write", write)
+
+
+@planted
+def leftovers_stay(patch: pytest.MonkeyPatch) -> None:
+    """Attempts of dead processes are never removed."""
+    patch.setattr(local.LocalStore, "_sweep", lambda _: None)
+    patch.setattr(remote.RemoteStore, "_sweep", lambda _: None)
+
+
+@planted
+def a_stale_lock(patch: pytest.MonkeyPatch) -> None:
+    """The lock of a folder is a file, which a killed process leaves."""
+    from contextlib import contextmanager
+
+    @contextmanager
+    def folder_lock(folder: Any) -> Any:
+        path = folder / ".lock"
+        while True:
+            try:
+                disk.os.close(disk.os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL))
+                break
+            except FileExistsError:
+                disk.time.sleep(0.01)
+        try:
+            yield True
+        finally:
+            path.unlink()
+
+    patch.setattr(disk, "folder_lock", folder_lock)
+
+
+@planted
+def ranks_do_not_wait(patch: pytest.MonkeyPatch) -> None:
+    """Rank 0 commits without the files of the others."""
+    patch.setattr(Leader, "gather", lambda _: {})
+
+
+@planted
+def a_full_disk_is_ignored(patch: pytest.MonkeyPatch) -> None:
+    """A write that fails is not noticed."""
+    real = disk.LocalSink.write
+
+    def write(self: disk.LocalSink, data: memoryview) -> None:
+        try:
+            real(self, data)
+        except OSError as problem:
+            if problem.errno != errno.ENOSPC:
+                raise
+
+    patch.setattr(disk.LocalSink, "write", write)
+
+
+@planted
+def a_short_write(patch: pytest.MonkeyPatch) -> None:
+    """The number of bytes that were written is not looked at."""
+    patch.setattr(disk.LocalSink, "write", lambda self, data: disk.os.write(self._fd, data) and None)
+
+
+@planted
+def a_ledger_that_misses_a_step(patch: pytest.MonkeyPatch) -> None:
+    """The first step of a pass that was resumed is not recorded."""
+    real = Ledger.step
+
+    def step(self: Ledger, *arguments: Any) -> None:
+        if self._how == "loaded":
+            self._how, self._origin = "on", arguments[2]
+            return
+        real(self, *arguments)
+
+    patch.setattr(Ledger, "step", step)
+
+
+@planted
+def a_ledger_without_loads(patch: pytest.MonkeyPatch) -> None:
+    """A state that is loaded is not recorded."""
+    real = Ledger.begin
+
+    def begin(self: Ledger, *arguments: Any, load: bool = False, **options: Any) -> None:
+        if not load:
+            real(self, *arguments, **options)
+
+    patch.setattr(Ledger, "begin", begin)
+
+
+@planted
+def an_answer_of_the_store_counts_as_failure(patch: pytest.MonkeyPatch) -> None:
+    """An attempt whose answer was lost is removed, although it became the step."""
+
+    def abandon(self: remote.RemoteStore, step: int, token: str) -> None:
+        self._objects.delete(list(self._objects.list(f"step_{step}/{token}")))
+
+    patch.setattr(remote.RemoteStore, "abandon", abandon)
+
+
+@planted
+def units_acknowledged_early_come_again(patch: pytest.MonkeyPatch) -> None:
+    """Units that are done ahead of a cursor are not left out."""
+    patch.setattr(LaneCursor, "done", property(lambda _: EMPTY))
+
+
+RARE = (
+    "a state of what was asked for",
+    "an early acknowledgement is forgotten",
+    "a stale lock",
+    "a full disk is ignored",
+)
+"""Those that need a fault at one of a few moments."""
