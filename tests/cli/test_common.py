@@ -218,3 +218,14 @@ def unfolded(text: str) -> str:
     rows = [line.strip("│").split("│") for line in text.splitlines()]
     most = max(map(len, rows))
     return "\n".join(re.sub(r"\s", "", "".join(row[at] for row in rows if at < len(row))) for at in range(most))
+
+
+def test_columns_count_when_something_is_printed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not when the module is imported: its console is made then."""
+    for terminal in ("dumb", "xterm"):
+        monkeypatch.setenv("TERM", terminal)
+        for columns in ("60", "120"):
+            monkeypatch.setenv("COLUMNS", columns)
+            console = common._Console(soft_wrap=True)
+            monkeypatch.setenv("COLUMNS", "100")
+            assert console.width == common.console.width == 100

@@ -15,7 +15,7 @@ from types import NoneType
 from typing import Annotated, Any, NamedTuple, TypeVar, get_args, get_type_hints
 
 import typer
-from rich.console import Console
+from rich.console import Console, ConsoleDimensions
 from rich.markup import render
 from rich.measure import measure_renderables
 from rich.table import Table
@@ -39,6 +39,17 @@ class _Console(Console):  # type: ignore[misc]
     Everything is as wide as the terminal, or as ``COLUMNS``, also in a pipe. Nothing is truncated: numbers stay on one
     line, texts are folded, and sentences are wrapped between words.
     """
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self._width = options.get("width")  # without COLUMNS at the time of the import
+
+    @property
+    def size(self) -> ConsoleDimensions:
+        """The width and height. ``COLUMNS`` counts when something is printed, and also for a terminal without codes."""
+        found, columns = super().size, os.environ.get("COLUMNS", "")
+        width = self._width or (int(columns) if columns.isdecimal() else 0) or found.width
+        return ConsoleDimensions(width, found.height)
 
     def print(self, *objects: Any, **options: Any) -> None:
         for each in objects:

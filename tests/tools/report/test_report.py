@@ -222,7 +222,7 @@ def test_watch_waits_for_the_first_batch(
     monkeypatch.setattr(Watch, "serve", lambda _: None)
     found = call("watch", tmp_path / "run", "--port", 0)
     assert found.exit_code == 0 and len(waits) == 3, found.output
-    assert found.stdout.replace("\n", "").count("waiting for the first batch of ") == 1 and "http://" in found.stdout
+    assert " ".join(found.stdout.split()).count("waiting for the first batch of ") == 1 and "http://" in found.stdout
 
 
 @pytest.fixture
