@@ -237,6 +237,7 @@ class _Ahead:
         self._make = weakref.WeakMethod(make)
         self._changed = threading.Condition()
         self._wanted: Callable[[], Sequence[int]] | None = None
+        self._requests = 0
         self._blocks: deque[int] = deque()
         self._threads: list[threading.Thread] = []
         self._stop, self._process = False, os.getpid()
@@ -245,7 +246,7 @@ class _Ahead:
     def wake(self, wanted: Callable[[], Sequence[int]]) -> None:
         """Fetch these blocks in this order, and drop earlier requests."""
         with self._changed:
-            self._wanted = wanted
+            self._wanted, self._requests = wanted, self._requests + 1
             self._call_one()
 
     def _call_one(self) -> None:
@@ -281,9 +282,11 @@ class _Ahead:
                     if self._blocks:
                         self._call_one()
                     return block
+                requests = self._requests
             blocks = deque(each for each in wanted() if each not in self._failed and not self._cache.has(each))
             with self._changed:
-                self._blocks = blocks
+                if requests == self._requests:  # else another thread has a later request
+                    self._blocks = blocks
 
     def _fetch(self, block: int) -> bool:
         """Fetch one block. Return False if the reader no longer exists."""
