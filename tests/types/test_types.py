@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import midepoch
-from midepoch.loader.passes import HINTED
+from midepoch.loader.options import HINTED
 
 ROOT = Path(__file__).parents[2]
 

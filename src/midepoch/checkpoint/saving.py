@@ -51,7 +51,7 @@ class SaveJob:
     is_global: bool = True
     """True if the state of the pipeline is that of all ranks."""
     own: Any = None
-    """It, if each rank has its own that could be loaded with those of the others."""
+    """State of the pipeline if each rank has one of its own, and those of all ranks can be checked together."""
     check_states: Callable[[list[Any]], None] | None = None
     """Raises an error if the states of all ranks could not be loaded together."""
     shared: frozenset[str] = frozenset()

@@ -28,8 +28,8 @@ from midepoch.loader.lanes import EqualSteps, RankConsistencyCheck
 from midepoch.loader.leases import Lease, LeaseBook
 from midepoch.loader.leasing import LeaseItems, end_leases
 from midepoch.loader.meter import Meter
-from midepoch.loader.options import Options, SingleRow
-from midepoch.loader.passes import ATTRIBUTES, HINTED, HINTS, Pass, StepsPass
+from midepoch.loader.options import ATTRIBUTES, HINTED, HINTS, Options, SingleRow
+from midepoch.loader.passes import Pass, StepsPass
 from midepoch.loader.plans import make_plan
 from midepoch.loader.provenance import source_names
 from midepoch.loader.state import Start
@@ -325,11 +325,15 @@ class Loader(Resumable):
 
     def _states_checker(self) -> Callable[[list[Any]], None]:
         """Return ``check_state`` of the pipeline as it is now: a save in the background calls it later."""
-        spec, planning = self.pipeline, self._options.planning
-        return lambda all_ranks: spec.check_known(states.load_global(all_ranks, spec, (), planning).cursor, self.shard)
+        spec = self.pipeline
 
-    def _resumed(self, state: Any, allow: Collection[str]) -> states.Resumed:
-        resumed = states.load_global(state, self.pipeline, allow, self._options.planning)
+        def check(of_all_ranks: list[Any]) -> None:
+            self._resumed(of_all_ranks, (), spec)
+
+        return check
+
+    def _resumed(self, state: Any, allow: Collection[str], spec: PipelineSpec | None = None) -> states.Resumed:
+        resumed = states.load_global(state, spec or self.pipeline, allow, self._options.planning)
         resumed.spec.check_known(resumed.cursor, self.shard)
         counting.check_window(resumed.spec, self._options, resumed.cursor)
         return resumed
