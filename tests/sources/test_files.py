@@ -180,7 +180,7 @@ def test_files_that_are_not_read_are_named_beside_others(
     for _ in range(2):  # also with the index of the first time
         caplog.clear()
         assert len(midepoch.from_files(tmp_path)) == 1
-        assert re.search(f"read as 1 files like info.json. {NOT_READ[name]}", caplog.text)
+        assert re.search(rf"only files like info.json are read \(1 in all\). {NOT_READ[name]}", caplog.text)
     caplog.clear()
     midepoch.from_files(tmp_path, format="json")
     assert not caplog.text

@@ -149,8 +149,8 @@ class Rows(Steps):
 
         The default is "rows" if files are mapped, and "window" if blocks have to be fetched or decoded, so that each is
         read once an epoch. Default windows are all blocks if these take up to 256 MB in memory, otherwise up to 64 that
-        do, or less if ``cache_bytes`` is small. Without a seed one is drawn. Arguments
-        that were not given are adopted from the state on resume.
+        do, or less if ``cache_bytes`` is small. Without a seed one is drawn. Arguments that
+        were not given are adopted from the state on resume.
 
         After a step that changes the number of rows, rows are shuffled within windows of ``window`` rows (10,000), and
         a resume recomputes one window. Shuffling first permutes all rows and costs nothing on resume.

@@ -249,7 +249,8 @@ def _chosen(store: Store, path: str, visible: list[Entry], wanted: str | None) -
     unread = not_read([each.path for each, named in zip(visible, formats, strict=True) if named is None])
     if wanted is None and unread is not None:
         warned = True
-        _log.warning("%s is read as %d files like %s. %s", name, len(typed), os.path.basename(typed[0].path), unread)
+        first = os.path.basename(typed[0].path)
+        _log.warning("%s: only files like %s are read (%d in all). %s", name, first, len(typed), unread)
     kinds = set(formats) - {None}
     return Expanded(path, typed, kind or (kinds.pop() if len(kinds) == 1 else None), warned)
 

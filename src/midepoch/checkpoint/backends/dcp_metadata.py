@@ -166,7 +166,7 @@ def _named(module: Any, name: Any) -> Any:
         return dtype
     if name not in _RECORDS.get(module, ()) and name not in _FUNCTIONS.get(module, ()):
         text = f"{module}.{name}"
-        raise CheckpointDamagedError(f"the metadata of the tensors names {text:.200}, which is not part of tensors")
+        raise CheckpointDamagedError(f"the metadata of the tensors names {text:.200}, and only tensors are read")
     return named
 
 
