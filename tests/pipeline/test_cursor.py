@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from itertools import cycle
 from types import SimpleNamespace
@@ -17,7 +18,22 @@ from data import Numbers, dataset_of
 from midepoch.order import Shard
 from midepoch.order.intervals import EMPTY, Intervals
 from midepoch.pipeline.chunk import materialize
-from midepoch.pipeline.cursor import Cursor, LaneCursor, WindowAt
+from midepoch.pipeline.cursor import (
+    ConcatAt,
+    Cursor,
+    FlowAt,
+    HeldWeights,
+    LaneCursor,
+    MixAt,
+    PartAt,
+    RowAt,
+    StageAt,
+    WindowAt,
+    ZipAt,
+    flatten,
+    flow_cursor,
+    listed,
+)
 from midepoch.pipeline.lanes import Lanes, Share, StepOutputs
 from midepoch.pipeline.leaf import Leaf
 from midepoch.pipeline.node import Node, Slice
@@ -27,7 +43,49 @@ ROWS = 24
 
 
 def at(outputs: int, ended: bool = False, **done: Intervals) -> LaneCursor:
-    return LaneCursor(outputs, [outputs, 0], ended=ended, **done)
+    return LaneCursor(outputs, RowAt(outputs), ended=ended, **done)
+
+
+counts = st.integers(0, 2**40)
+weights = st.lists(st.floats(0.5, 9), min_size=1, max_size=3).map(tuple)
+held = st.none() | st.builds(HeldWeights, counts, weights, st.lists(st.integers(-1, 3)).map(tuple), st.integers(-1, 99))
+row_cursors = st.builds(RowAt, counts, counts, st.none() | counts, st.integers(-1, 9))
+
+
+def combined(inner: st.SearchStrategy[FlowAt]) -> st.SearchStrategy[FlowAt]:
+    parts = st.lists(st.builds(PartAt, counts, st.integers(0, 2), inner), min_size=1, max_size=3).map(tuple)
+    return (
+        st.builds(StageAt, inner, counts, st.none() | counts)
+        | st.builds(MixAt, counts, counts, parts, held=held)
+        | st.builds(MixAt, counts, counts, parts, counts, counts, held)
+        | st.builds(ConcatAt, counts, inner, st.lists(st.integers(-1, 9)).map(tuple))
+        | st.builds(ZipAt, st.lists(inner, min_size=1, max_size=3).map(tuple))
+    )
+
+
+flow_cursors = st.recursive(row_cursors, combined, max_leaves=6)
+
+
+@given(flow_cursors)
+def test_a_state_has_the_cursor_of_every_flow_as_lists_of_numbers(cursor: FlowAt) -> None:
+    assert flow_cursor(json.loads(json.dumps(listed(cursor)))) == cursor
+
+
+@given(flow_cursors)
+def test_the_ledger_has_the_numbers_of_a_cursor_in_the_order_of_its_lists(cursor: FlowAt) -> None:
+    def numbers(value: Any) -> list[Any]:
+        return [number for inner in value for number in numbers(inner)] if isinstance(value, list) else [value]
+
+    assert flatten(cursor, []) == numbers(listed(cursor, counts=True))
+
+
+@pytest.mark.parametrize(
+    "value",
+    [None, [], [1], [-1, 0], [True, 0], [0, 1.5], [[0, 0], "1"], [0, 0, [[0, 0]]], [0, 0, [], 1], [[0, 0], 0, 0, 0]],
+)
+def test_lists_that_are_no_cursor(value: Any) -> None:
+    with pytest.raises(ValueError, match="not a cursor"):
+        flow_cursor(value)
 
 
 def test_a_cursor_is_begun_unless_it_is_the_beginning_of_an_epoch() -> None:
@@ -61,10 +119,10 @@ def test_what_is_done_is_excluded_or_ahead_until_it_is_passed() -> None:
     lane = at(2, excluded=Intervals.of(4, 6), ahead=Intervals.of(5, 9))
     assert lane.done.positions().tolist() == [4, 5, 6, 7, 8]
     assert Cursor(0, {1: at(3), 3: lane}).has_done and not Cursor(0, {1: at(3)}).has_done
-    moved = lane.moved(6, [7, 0])
-    assert (moved.taken, moved.at, moved.ended) == (6, [7, 0], False)
+    moved = lane.moved(6, RowAt(7))
+    assert (moved.taken, moved.at, moved.ended) == (6, RowAt(7), False)
     assert not moved.excluded and moved.ahead.positions().tolist() == [6, 7, 8]
-    assert lane.moved(9, [9, 0], ended=True) == at(9, True)
+    assert lane.moved(9, RowAt(9), ended=True) == at(9, True)
 
 
 def test_lanes_have_ended_when_all_that_are_known_have() -> None:
@@ -226,8 +284,8 @@ def test_the_cursor_of_a_slice_has_the_number_of_the_next_output(
     if step is not None:
         count = min(count, len(expected) - 1)
         cursor = step.cursor(count)
-        [[_, skipped], taken] = cursor.lane.at
-        assert (skipped, taken) == (start + count, count)
+        taken = cursor.lane.at
+        assert (taken.before.delivered, taken.delivered) == (start + count, count)
         assert ids(opened(times, cursor, 1, None, *stages).take(ROWS)) == expected[count:]
 
 

@@ -13,11 +13,10 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from midepoch.audit.lanes import LaneTrack, LeafPlace, places
+from midepoch.audit.lanes import At, LaneTrack, LeafPlace, places
 from midepoch.audit.orders import KnownOrder
 from midepoch.audit.passes import Generation
 from midepoch.order import Shard
-from midepoch.pipeline.cursor import At
 
 
 class Delivery(NamedTuple):

@@ -23,23 +23,18 @@ import numpy.typing as npt
 
 from midepoch.order import Shard
 from midepoch.pipeline.chunk import at_mark
-from midepoch.pipeline.cursor import At, LaneCursor, PartsAt, RowAt, flatten
+from midepoch.pipeline.cursor import FlowAt, LaneCursor, flatten, listed
 from midepoch.pipeline.lanes import StepOutputs
 from midepoch.pipeline.leaf import Leaf
 from midepoch.pipeline.mixed import BORROWING, place_of
-from midepoch.pipeline.node import DELIVERED_BITS, Buckets, Concat, Local, Mix, Node, Slice, Zip
-from midepoch.transforms.packing import NUMBER_BITS, PackSpec
+from midepoch.pipeline.node import Concat, Local, Mix, Node, Slice, Zip
+from midepoch.transforms.packing import PackSpec
 
 Int64Array = npt.NDArray[np.int64]
 
 
-def nested(at: At) -> At:
-    """Return a cursor as lists of numbers, with the count of rows that yielded outputs."""
-    if isinstance(at, RowAt):
-        return [*at, at.kept, at.first]
-    if isinstance(at, PartsAt):
-        return [*map(nested, at), list(at.kept)]
-    return [nested(inner) for inner in at] if isinstance(at, list) else at
+At = Any
+"""Cursor of a lane as nested lists of numbers (``listed``), which a record has."""
 
 
 Values = tuple[list[Any], list[int]]
@@ -74,12 +69,15 @@ class LaneRecorder:
     """
 
     def __init__(
-        self, lanes: Mapping[int, LaneCursor] = MappingProxyType({}), numbers: Sequence[int] = (), start: At = None
+        self,
+        lanes: Mapping[int, LaneCursor] = MappingProxyType({}),
+        numbers: Sequence[int] = (),
+        start: FlowAt | None = None,
     ) -> None:
         fresh = LaneCursor(0, start)
         known = {number: lanes.get(number, fresh) for number in numbers}
         self.numbers = numbers
-        self.begin = {number: [lane.taken, nested(lane.at)] for number, lane in known.items()}
+        self.begin = {number: [lane.taken, listed(lane.at, counts=True)] for number, lane in known.items()}
         self.ended = [number for number, lane in known.items() if lane.ended]
         self.before: list[Values | None] = [None] * len(numbers)
         self.pending: list[Places] = []
@@ -117,20 +115,19 @@ def _texts(befores: list[Values | None], lane: int, marks: Sequence[Any], taken:
     if before is not None and table is not None and not before[1]:
         values = table(np.array([outputs for _, outputs in marks], dtype=np.int64), False)
     if before is None or values is None or values.shape[1] + 1 != len(before[0]):
-        return [_text(befores, lane, [count, at_mark(mark)]) for mark, count in zip(marks, taken, strict=True)]
+        return [_text(befores, lane, count, at_mark(mark)) for mark, count in zip(marks, taken, strict=True)]
     values = np.concatenate([np.array(taken, np.int64)[:, None], values], axis=1)
     befores[lane] = (values[-1].tolist(), [])
     differences = np.diff(values, axis=0, prepend=np.array([before[0]], dtype=np.int64)).tolist()
     return [",".join([str(value) if value else "" for value in row]) for row in differences]
 
 
-def _text(befores: list[Values | None], lane: int, at: At) -> str:
-    values: list[Any] = []
+def _text(befores: list[Values | None], lane: int, taken: int, at: FlowAt) -> str:
     shape: list[int] = []
-    flatten(at, values, shape)
+    values = [taken, *flatten(at, shape)]
     before, befores[lane] = befores[lane], (values, shape)
     if before is None or len(before[0]) != len(values) or before[1] != shape:
-        return "=" + json.dumps(nested(at), separators=(",", ":"))
+        return "=" + json.dumps([taken, listed(at, counts=True)], separators=(",", ":"))
     return ",".join([str(a - b) if a != b else "" for a, b in zip(values, before[0], strict=True)])
 
 
@@ -157,9 +154,7 @@ class LaneTrack:
         rows: dict[int, list[list[Any]]] = {}
         found: dict[int, list[tuple[int, At, list[list[Any]]]]] = {}
         for number in numbers:
-            values: list[Any] = []
-            flatten(self.begin[number], values, [])
-            rows[number] = [values]
+            rows[number] = [_numbers(self.begin[number])]
             found[number] = [(0, self.begin[number], rows[number])]
         step = waiting = 0
         for skipped, dot, cursors, end in _STEP.findall(self.record):
@@ -174,9 +169,7 @@ class LaneTrack:
                 for number, text in zip(numbers, texts, strict=True):
                     if text.startswith("="):
                         template = json.loads(text[1:])
-                        values = []
-                        flatten(template, values, [])
-                        rows[number] = [values]
+                        rows[number] = [_numbers(template)]
                         found[number].append((step, template, rows[number]))
                     elif text:
                         rows[number].append(_sums(rows[number][-1], text.split(",")))
@@ -224,6 +217,10 @@ def _sums(values: list[Any], differences: list[str]) -> list[Any]:
     return [a + int(b or 0) for a, b in zip(values, differences, strict=True)]
 
 
+def _numbers(at: At) -> list[Any]:
+    return [number for inner in at for number in (_numbers(inner) if isinstance(inner, list) else [inner])]
+
+
 def _has_floats(values: list[list[Any]]) -> bool:
     return any(isinstance(value, float) for value in values[0])
 
@@ -265,11 +262,9 @@ def tree_of(node: Node, first: int = 0) -> dict[str, Any]:
 
 def _kind(stage: Any) -> str:
     if isinstance(stage, PackSpec) and stage.strategy == "concat":
-        return "tokens" if stage.schedule is None else "scheduled tokens"
+        return "tokens"
     if isinstance(stage, Slice):
         return "number"
-    if isinstance(stage, Buckets):
-        return "bunches"
     return "outputs" if isinstance(stage, Local) and not stage.grouped else "group"
 
 
@@ -303,11 +298,7 @@ def _places(
     tree: Mapping[str, Any], at: At, epoch: int, lane: Shard, part: tuple[tuple[str, int], ...], run: int
 ) -> Iterator[LeafPlace]:
     for kind in reversed(tree["stages"]):
-        at, count = at
-        if kind == "bunches":
-            kind, count = "group", int(count) % (1 << DELIVERED_BITS)
-        elif kind == "scheduled tokens":
-            kind, count = "tokens", int(count) % (1 << NUMBER_BITS)
+        at, count, *_ = at
         if count and kind != "number":
             part = ((kind, int(count)), *part)
     if "leaf" in tree:

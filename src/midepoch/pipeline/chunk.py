@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from midepoch.order.budget import Batches
 from midepoch.order.intervals import Intervals
-from midepoch.pipeline.cursor import At
+from midepoch.pipeline.cursor import FlowAt
 from midepoch.pipeline.engine import Engine
 from midepoch.read.columns import Located
 from midepoch.transforms import Batch, join
@@ -274,8 +274,8 @@ class Chunk:
     """
 
     items: Items
-    at: Callable[[int], At]
-    before_: Callable[[int], At] | None = None
+    at: Callable[[int], FlowAt]
+    before_: Callable[[int], FlowAt] | None = None
     table: Callable[[Int64Array, bool], Int64Array | None] | None = None
     """The numbers of many cursors in one call, a row for each: those of ``at``, or of ``before`` if that is True. It is
     for the ledger, to which a call for each step would cost a tenth of a cheap batch.
@@ -283,7 +283,7 @@ class Chunk:
     is_barrier: bool = False
     """True if it has no outputs, and a group of outputs ends before it: what follows is mixed in another way."""
 
-    def before(self, outputs: int) -> At:
+    def before(self, outputs: int) -> FlowAt:
         return self.at(outputs) if self.before_ is None else self.before_(outputs)
 
 
@@ -296,7 +296,7 @@ class Flow(Protocol):
 class Pulled:
     """Outputs that were taken together."""
 
-    def __init__(self, pieces: list[tuple[Chunk, int, int]], before: At) -> None:
+    def __init__(self, pieces: list[tuple[Chunk, int, int]], before: FlowAt) -> None:
         self._pieces, self._before = pieces, before
         self.count = sum(stop - start for _, start, stop in pieces)
 
@@ -316,9 +316,10 @@ class Pulled:
             kept -= stop - start
         return Pulled(pieces, self._before)
 
-    def at(self, count: int) -> At:
+    def at(self, count: int) -> FlowAt:
         """Return the cursor after the first ``count`` of them."""
-        mark, left = self._before, count
+        mark: Any = self._before
+        left = count
         if not left and self._pieces:  # not the cursor before rows that yielded no output
             chunk, start, _ = self._pieces[0]
             return chunk.at(start)
@@ -343,7 +344,7 @@ class Pulled:
             count = max(0, count - (stop - start))
         return pieces
 
-    def before(self, number: int) -> At:
+    def before(self, number: int) -> FlowAt:
         """Return the cursor right before one of them."""
         for chunk, start, stop in self._pieces:
             if number < stop - start:
@@ -352,7 +353,7 @@ class Pulled:
         return self.at(self.count)
 
 
-def at_mark(mark: Any) -> At:
+def at_mark(mark: tuple[Chunk, int] | FlowAt) -> FlowAt:
     """Return the cursor at a mark: a cursor, or a chunk and the number of its outputs before the mark."""
     return mark[0].at(mark[1]) if isinstance(mark, tuple) else mark
 
@@ -363,7 +364,7 @@ class Puller:
     ``groups``: they are taken in groups, which end at a barrier.
     """
 
-    def __init__(self, flow: Flow, cursor: At, *, groups: bool = False) -> None:
+    def __init__(self, flow: Flow, cursor: FlowAt, *, groups: bool = False) -> None:
         self._flow, self._groups = flow, groups
         self._chunk: Chunk | None = None
         self._length = self._next = 0
@@ -371,7 +372,7 @@ class Puller:
         self._cursor = cursor
 
     @property
-    def cursor(self) -> At:
+    def cursor(self) -> FlowAt:
         return at_mark(self.mark())
 
     def mark(self) -> Any:

@@ -7,71 +7,218 @@ of 64 rows the cursor is ``Cursor(epoch=0, lanes={0: LaneCursor(taken=192)}, ste
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from midepoch.order.intervals import EMPTY, Intervals
 
-At = Any
-"""Cursor of a lane in its stages: nested lists of integers, one level for each stage (see ``midepoch.pipeline``)."""
 
+@dataclass(frozen=True, slots=True)
+class RowAt:
+    """Cursor in the rows of a lane of one source.
 
-class RowAt(list[int]):
-    """Cursor of a lane in the rows of a leaf that may drop rows: [row, outputs].
+    ``row``: where a bundle of rows begins. ``outputs``: delivered ones of those that are made from it on.
 
-    ``kept``: number of rows before it that yielded outputs, since the lane was opened. ``first``: number of rows that
-    did in the first pass over the lane, if a mix iterates it again; -1 before that. Both are for the ledger, not saved.
+    ``kept``: rows before it that yielded outputs, since the lane was opened, if some may not. ``first``: rows that did
+    in the first pass over the lane, if a mix iterates it again; -1 before that. Both are for the ledger, and not saved.
     """
 
-    def __init__(self, at: Iterable[int], kept: int, first: int = -1) -> None:
-        super().__init__(at)
-        self.kept, self.first = kept, first
+    row: int = 0
+    outputs: int = 0
+    kept: int | None = field(default=None, compare=False)
+    first: int = field(default=-1, compare=False)
 
 
-class PartsAt(list[Any]):
-    """Cursor of a lane in concatenated parts: [number of the part, its cursor].
+@dataclass(frozen=True, slots=True)
+class StageAt:
+    """Cursor in a stage: that before the group (or the document) in progress, and how much of it is delivered.
 
-    ``kept``: for each leaf of the parts before it, the rows that yielded outputs; -1 if unknown. For the ledger.
+    ``delivered``: outputs, batches or tokens; of ``take`` and ``skip`` the outputs so far. ``key``: the checksum of a
+    window of batches by tokens, or the number of the next sequence of a pack by a schedule; None in other stages.
     """
 
-    def __init__(self, at: Iterable[Any], kept: Sequence[int]) -> None:
-        super().__init__(at)
-        self.kept = kept
+    before: FlowAt
+    delivered: int = 0
+    key: int | None = None
 
 
-def flatten(at: At, values: list[Any], shape: list[int]) -> None:
-    """Append the numbers of a cursor, with the counts of rows that yielded outputs.
+@dataclass(frozen=True, slots=True)
+class PartAt:
+    """Cursor in one part of a mix: the number of the pass over it, the kind of that pass, and the cursor there."""
+
+    run: int = 0
+    stage: int = 0
+    at: FlowAt = RowAt()
+
+
+@dataclass(frozen=True, slots=True)
+class HeldWeights:
+    """Weights of a mix before a change, which apply up to the draw ``until``: outputs in progress are made with them.
+
+    ``parts``: the current number of each part, -1 if it was removed. ``rows``: draws of their stretch of a schedule, -1
+    if they are not known.
+    """
+
+    until: int
+    weights: tuple[float, ...]
+    parts: tuple[int, ...] = ()
+    rows: int = -1
+
+
+@dataclass(frozen=True, slots=True)
+class MixAt:
+    """Cursor in a mix: the draws since the weights changed, the number of that change, and the cursor of each part.
+
+    By a schedule, changes are numbered in each of its segments. ``clock``: the rows or tokens so far.
+    """
+
+    position: int
+    change: int
+    parts: tuple[PartAt, ...]
+    segment: int = 0
+    clock: int | None = None
+    held: HeldWeights | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ConcatAt:
+    """Cursor in concatenated parts: the number of the part, and its cursor.
+
+    ``kept``: for each source of the parts before it, the rows that yielded outputs; -1 if unknown. For the ledger.
+    """
+
+    number: int
+    at: FlowAt
+    kept: tuple[int, ...] = field(default=(), compare=False)
+
+
+@dataclass(frozen=True, slots=True)
+class ZipAt:
+    """Cursors of parts side by side."""
+
+    parts: tuple[FlowAt, ...]
+
+
+FlowAt = RowAt | StageAt | MixAt | ConcatAt | ZipAt
+"""Cursor of a lane in its stages, from the last one to the rows of the sources."""
+
+
+def below(at: FlowAt) -> Any:
+    """Return the cursor below the stages: in the rows of a source, a mix, a concatenation or a zip."""
+    while isinstance(at, StageAt):
+        at = at.before
+    return at
+
+
+def listed(at: FlowAt, *, counts: bool = False) -> list[Any]:
+    """Return a cursor as nested lists of numbers, as a state has it. ``counts``: with what only the ledger needs.
+
+    A pack of the rows of one source, in the middle of its document 17, is ``[[17, 0], 512]``.
+    """
+    if isinstance(at, RowAt):
+        return [at.row, at.outputs, at.kept, at.first] if counts and at.kept is not None else [at.row, at.outputs]
+    if isinstance(at, StageAt):
+        return [listed(at.before, counts=counts), at.delivered, *([] if at.key is None else [at.key])]
+    if isinstance(at, ConcatAt):
+        return [at.number, listed(at.at, counts=counts), *([list(at.kept)] if counts else [])]
+    if isinstance(at, ZipAt):
+        return [listed(part, counts=counts) for part in at.parts]
+    found = [at.position, at.change, [[part.run, part.stage, listed(part.at, counts=counts)] for part in at.parts]]
+    found += [] if at.clock is None else [at.segment, at.clock]
+    held = at.held
+    return found if held is None else [*found, [held.until, list(held.weights), list(held.parts), held.rows]]
+
+
+_DEEPEST = 100
+"""Levels of a cursor: one for each stage, and two for each mix in a mix."""
+
+
+def flow_cursor(value: Any, depth: int = 0) -> FlowAt:
+    """Return the cursor in nested lists. Raise ValueError if they are none."""
+    if not isinstance(value, list) or depth > _DEEPEST:
+        raise ValueError("not a cursor")
+    match value:
+        case [row, outputs] if is_count(row) and is_count(outputs):
+            return RowAt(row, outputs)
+        case [number, list(at)] if is_count(number):
+            return ConcatAt(number, flow_cursor(at, depth + 1))
+        case [list(before), delivered, *key] if is_count(delivered) and len(key) < 2 and all(map(is_count, key)):
+            return StageAt(flow_cursor(before, depth + 1), delivered, *key)
+        case [position, change, list(entries), *rest] if is_count(position) and is_count(change):
+            segment, clock = rest[:2] if len(rest) > 1 and is_count(rest[0]) and is_count(rest[1]) else (0, None)
+            held = rest if clock is None else rest[2:]
+            if len(held) < 2:
+                parts = tuple(_part(entry, depth) for entry in entries)
+                return MixAt(position, change, parts, segment, clock, _held(held[0]) if held else None)
+        case [list(), *_]:
+            return ZipAt(tuple(flow_cursor(part, depth + 1) for part in value))
+    raise ValueError("not a cursor")
+
+
+def _part(value: Any, depth: int) -> PartAt:
+    match value:
+        case [run, stage, at] if is_count(run) and is_count(stage):
+            return PartAt(run, stage, flow_cursor(at, depth + 1))
+    raise ValueError("not a cursor")
+
+
+def _held(value: Any) -> HeldWeights:
+    match value:
+        case [until, list(weights), list(parts), rows] if is_count(until) and are_weights(weights):
+            if all(part == -1 or is_count(part) for part in parts) and (rows == -1 or is_count(rows)):
+                return HeldWeights(until, tuple(weights), tuple(parts), rows)
+    raise ValueError("not a cursor")
+
+
+def is_count(value: Any) -> bool:
+    """Return True for an integer that counts something."""
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**62
+
+
+def are_weights(weights: Sequence[Any]) -> bool:
+    """Return True for weights of a mix."""
+    return any(weights) and all(isinstance(weight, (int, float)) and 0 <= weight < 1e300 for weight in weights)
+
+
+def flatten(at: FlowAt, shape: list[int]) -> list[Any]:
+    """Return the numbers of a cursor, in the order of ``listed(at, counts=True)``.
 
     ``shape``: receives what may change from step to step besides numbers: parts of a concatenation, and changed mixes.
     """
-    for inner in at:
-        if isinstance(inner, list):
-            flatten(inner, values, shape)
-        else:
-            values.append(inner)
+    if isinstance(at, StageAt):
+        return [*flatten(at.before, shape), at.delivered, *([] if at.key is None else [at.key])]
+    if isinstance(at, ConcatAt):
+        values = [at.number, *flatten(at.at, shape), *at.kept]
+        shape += (at.number, len(at.kept))
+        return values
+    if isinstance(at, ZipAt):
+        return [value for part in at.parts for value in flatten(part, shape)]
     if isinstance(at, RowAt):
-        values += (at.kept, at.first)
-    elif isinstance(at, PartsAt):
-        shape += (at[0], len(at.kept))
-        values += at.kept
-    elif len(at) > 3:
-        shape.append(len(at))
+        return listed(at, counts=True)
+    values = [at.position, at.change]
+    for part in at.parts:
+        values += (part.run, part.stage, *flatten(part.at, shape))
+    values += () if at.clock is None else (at.segment, at.clock)
+    if (held := at.held) is not None:
+        shape.append(len(held.weights))
+        values += (held.until, *held.weights, *held.parts, held.rows)
+    return values
 
 
 @dataclass(frozen=True)
 class LaneCursor:
     """Progress of one lane.
 
-    ``taken``: units before it, all of which are delivered or excluded. ``at``: the cursor of its stages, or None where
-    ``taken`` says it all. ``excluded``, ``ahead``: later units that are not delivered any more, because they were
-    excluded, or delivered before earlier ones (acknowledged leases). ``ended``: the lane is known to have no more.
-    ``spared``: rows of the sources that were excluded when outputs in progress had them already, by ``spared_key``.
-    They form windows and groups as before.
+    ``taken``: units before it, all of which are delivered or excluded. ``at``: the cursor of its stages (``FlowAt``, or
+    ``WindowAt`` of planned batches by tokens), or None where ``taken`` says it all. ``excluded``, ``ahead``: later
+    units that are not delivered any more, because they were excluded, or delivered before earlier ones (acknowledged
+    leases). ``ended``: the lane is known to have no more. ``spared``: rows of the sources that were excluded when
+    outputs in progress had them already, by ``spared_key``. They form windows and groups as before.
     """
 
     taken: int = 0
-    at: At = None
+    at: Any = None
     excluded: Intervals = EMPTY
     ahead: Intervals = EMPTY
     ended: bool = False
@@ -82,7 +229,7 @@ class LaneCursor:
         """Later units that are not delivered, for either reason."""
         return self.excluded.union(self.ahead)
 
-    def moved(self, taken: int, at: At = None, *, ended: bool = False) -> LaneCursor:
+    def moved(self, taken: int, at: Any = None, *, ended: bool = False) -> LaneCursor:
         """Return the cursor after more units."""
         return LaneCursor(taken, at, self.excluded.from_(taken), self.ahead.from_(taken), ended, self.spared)
 

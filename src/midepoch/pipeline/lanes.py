@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import gcd
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -13,9 +14,9 @@ import numpy.typing as npt
 from midepoch.order import Shard
 from midepoch.order.schedule import Schedule
 from midepoch.pipeline.chunk import Items, Pulled, Puller, at_mark, joined
-from midepoch.pipeline.cursor import At, Cursor, LaneCursor
+from midepoch.pipeline.cursor import Cursor, FlowAt, LaneCursor, below
 from midepoch.pipeline.leaf import Leaf, is_one_to_one
-from midepoch.pipeline.node import DELIVERED_BITS, Concat, Local, Mix, Node, Slice, Window
+from midepoch.pipeline.node import Concat, Local, Mix, Node, Slice, Window
 from midepoch.pipeline.reach import open_flow, start
 from midepoch.pipeline.rows import Bundles
 from midepoch.pipeline.stages import Packing
@@ -63,20 +64,19 @@ def estimated_length(spec: Node, cursor: Cursor, lanes: int) -> float | None:
     return _estimate(spec, cursors, outputs, lanes)
 
 
-def _estimate(spec: Node, cursors: Sequence[At], outputs: float, lanes: int) -> float | None:
+def _estimate(spec: Node, cursors: Sequence[Any], outputs: float, lanes: int) -> float | None:
     """Estimate from the cursors of some of the lanes, which have delivered ``outputs`` so far."""
     part = len(cursors) / lanes
     if spec.stages:
         before = spec.before
         if len(before.remembering) == len(spec.remembering):
             return _estimate(before, cursors, outputs, lanes)
-        inner = [at[0] for at in cursors]
+        inner, delivered = [at.before for at in cursors], sum(at.delivered for at in cursors)
         if isinstance(stage := spec.stages[-1], Slice):
-            whole = _estimate(before, inner, sum(at[1] for at in cursors), lanes)
+            whole = _estimate(before, inner, delivered, lanes)
             return None if whole is None and stage.stop is None else stage.count_of(whole)
         if not isinstance(spec.stages[-1], PackSpec) or spec.stages[-1].strategy != "concat":
-            # Of groups in progress, whose rows are not counted either.
-            outputs -= sum(at[1] % (1 << DELIVERED_BITS) for at in cursors)
+            outputs -= delivered  # of groups in progress, whose rows are not counted either
         seen = _seen(before, inner, lanes)
         whole = _estimate(before, inner, seen, lanes) if not isinstance(before.base, Leaf) else before.base.rows
         return whole * outputs / seen if seen and whole is not None else None
@@ -88,7 +88,8 @@ def _estimate(spec: Node, cursors: Sequence[At], outputs: float, lanes: int) -> 
         total, seen = sum(leaf.rows for leaf in spec.leaves), _seen(spec, cursors, lanes)
         return total * outputs / seen if seen else None
     if not isinstance(base, Mix):
-        estimates = [_estimate(one, [at[n] for at in cursors], outputs, lanes) for n, one in enumerate(base.parts)]
+        parts = enumerate(base.parts)
+        estimates = [_estimate(one, [at.parts[n] for at in cursors], outputs, lanes) for n, one in parts]
         return min((each for each in estimates if each is not None), default=None)
     if base.stop == "never":
         return None if base.schedule is None else base.schedule.plan[-1].outputs
@@ -96,12 +97,12 @@ def _estimate(spec: Node, cursors: Sequence[At], outputs: float, lanes: int) -> 
     active = [(number, one) for number, one in enumerate(base.parts) if base.counts[number]]
     for number, one in active:
         share = base.counts[number] / sum(base.counts)
-        entries = [at[2][number] for at in cursors]
-        if any(entry[0] for entry in entries):  # iterated at least once: about as often as so far
-            runs = sum(entry[0] for entry in entries) / len(entries)
+        entries = [at.parts[number] for at in cursors]
+        if any(entry.run for entry in entries):  # iterated at least once: about as often as so far
+            runs = sum(entry.run for entry in entries) / len(entries)
             length: float | None = outputs * share / part / max(runs, 1.0)
         else:
-            length = _estimate(one, [entry[2] for entry in entries], outputs * share, lanes)
+            length = _estimate(one, [entry.at for entry in entries], outputs * share, lanes)
         if length is not None:
             lengths.append(length / share)
     if len(lengths) < len(active):
@@ -109,22 +110,20 @@ def _estimate(spec: Node, cursors: Sequence[At], outputs: float, lanes: int) -> 
     return min(lengths) if base.stop == "first" else max(lengths)
 
 
-def _seen(spec: Node, cursors: Sequence[At], lanes: int) -> float:
+def _seen(spec: Node, cursors: Sequence[Any], lanes: int) -> float:
     """Return the number of rows (of a mix: outputs) consumed so far."""
-    for _ in spec.remembering:
-        cursors = [at[0] for at in cursors]
-    base = spec.base
+    base, cursors = spec.base, [below(at) for at in cursors]
     if isinstance(base, Leaf):
-        return float(sum(at[0] for at in cursors))
+        return float(sum(at.row for at in cursors))
     if isinstance(base, Mix):
-        return float(sum(at[0] if base.schedule is None else at[3] for at in cursors))
+        return float(sum(at.position if at.clock is None else at.clock for at in cursors))
     if isinstance(base, Concat):
         return sum(
-            sum(leaf.rows for part in base.parts[: at[0]] for leaf in part.leaves) / lanes
-            + _seen(base.parts[at[0]], [at[1]], lanes)
+            sum(leaf.rows for part in base.parts[: at.number] for leaf in part.leaves) / lanes
+            + _seen(base.parts[at.number], [at.at], lanes)
             for at in cursors
         )
-    return _seen(base.parts[0], [at[0] for at in cursors], lanes)
+    return _seen(base.parts[0], [at.parts[0] for at in cursors], lanes)
 
 
 Int64Array = npt.NDArray[np.int64]
@@ -203,7 +202,7 @@ class Lanes:
             self.live[lane] = pulled.count > 0
             self.outputs[lane] += pulled.count
 
-    def lane(self, place: int, outputs: int, at: At, *, ended: bool) -> LaneCursor:
+    def lane(self, place: int, outputs: int, at: FlowAt, *, ended: bool) -> LaneCursor:
         """Return the cursor of a lane after a number of outputs. ``place``: its place among those of this process."""
         return self._lanes[place].moved(outputs, at, ended=ended)
 

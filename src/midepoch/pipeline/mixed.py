@@ -25,7 +25,7 @@ from midepoch.pipeline.chunk import (
     joined,
     materialize,
 )
-from midepoch.pipeline.cursor import At, PartsAt, flatten
+from midepoch.pipeline.cursor import ConcatAt, FlowAt, MixAt, PartAt, RowAt, ZipAt, flatten
 from midepoch.pipeline.node import Concat, Mix
 from midepoch.transforms import Batch
 
@@ -76,22 +76,19 @@ def conformer(base: Mix | Concat, number: int) -> Callable[[Items], Items]:
 
 
 class Concatenated:
-    """Parts one after the other. Cursor: [number of the part, its cursor].
-
-    ``kept``: rows of the leaves before a part that yielded outputs.
-    """
+    """Parts one after the other. ``kept``: rows of the leaves before a part that yielded outputs."""
 
     def __init__(
         self,
         concat: Concat,
-        open_part: Callable[[int, At], Flow],
-        starts: Sequence[At],
-        kept: Callable[[int], Sequence[int]],
-        cursor: At,
+        open_part: Callable[[int, FlowAt], Flow],
+        starts: Sequence[FlowAt],
+        kept: Callable[[int], tuple[int, ...]],
+        cursor: ConcatAt,
     ) -> None:
         self._concat, self._open, self._starts, self._kept = concat, open_part, starts, kept
-        self._number, inner = cursor
-        self._flow = open_part(self._number, inner)
+        self._number = cursor.number
+        self._flow = open_part(cursor.number, cursor.at)
 
     def pull(self) -> Chunk | None:
         while True:
@@ -103,20 +100,20 @@ class Concatenated:
             self._number += 1
             self._flow = self._open(self._number, self._starts[self._number])
 
-    def _numbered(self, chunk: Chunk, number: int, kept: Sequence[int]) -> Chunk:
+    def _numbered(self, chunk: Chunk, number: int, kept: tuple[int, ...]) -> Chunk:
         items = conformer(self._concat, number)(chunk.items.with_ordinals(self._concat.tags[number] << 24))
         return Chunk(
             items,
-            lambda outputs: PartsAt([number, chunk.at(outputs)], kept),
-            lambda outputs: PartsAt([number, chunk.before(outputs)], kept),
+            lambda outputs: ConcatAt(number, chunk.at(outputs), kept),
+            lambda outputs: ConcatAt(number, chunk.before(outputs), kept),
         )
 
 
 class Zipped:
-    """Parts side by side. Cursor: [cursor of each part]."""
+    """Parts side by side."""
 
-    def __init__(self, open_part: Callable[[int, At], Flow], cursor: At) -> None:
-        self._intakes = [Puller(open_part(number, inner), inner) for number, inner in enumerate(cursor)]
+    def __init__(self, open_part: Callable[[int, FlowAt], Flow], cursor: ZipAt) -> None:
+        self._intakes = [Puller(open_part(number, inner), inner) for number, inner in enumerate(cursor.parts)]
         self._growing = Growing()
         self._ended = False
 
@@ -143,14 +140,14 @@ class Zipped:
         self._growing.made(made)
         return Chunk(
             made,
-            lambda outputs: [each.at(outputs) for each in taken],
-            lambda outputs: [each.before(outputs) for each in taken],
+            lambda outputs: ZipAt(tuple(each.at(outputs) for each in taken)),
+            lambda outputs: ZipAt(tuple(each.before(outputs) for each in taken)),
         )
 
 
 Int64Array = npt.NDArray[np.int64]
 
-Open = Callable[[int, int, Shard, At], Flow]
+Open = Callable[[int, int, Shard, FlowAt], Flow]
 """Function that opens a part, given its number, epoch, lane and cursor."""
 
 FIRST, AGAIN, BORROWING = 0, 1, 2
@@ -190,20 +187,18 @@ class Part:
         number: int,
         mix: Mix,
         open_part: Open,
-        start: At,
+        start: FlowAt,
         epoch: int,
         lane: Shard,
-        run: int,
-        stage: int,
-        cursor: At,
+        part: PartAt,
     ) -> None:
         self._number, self._open_part, self._start, self._epoch, self._lane = number, open_part, start, epoch, lane
         self._again, self._tag = mix.stop != "first", mix.tags[number]
         self._limited, self._most = mix.most_passes(number) is not None, mix.most_passes(number) or ENDED
         self._conform = conformer(mix, number)
-        self._pass, self._stage = run, stage
+        self._pass, self._stage, cursor = part.run, part.stage, part.at
         self._drawn: list[tuple[tuple[int, int, Puller, bool, bool], Pulled]] = []  # the last draw
-        self.spent = run >= self._most
+        self.spent = part.run >= self._most
         """True if it has had all of its passes, or yields nothing, and a schedule does not draw from it any more."""
         if self.spent:
             cursor = start
@@ -212,10 +207,10 @@ class Part:
             self._open(cursor)
         self._found = cursor != start  # this pass has yielded outputs
         # The round over all lanes has yielded outputs, or may have: outputs before a resume are not known.
-        self._found_in_turn = self._found or run % lane.count > 0
+        self._found_in_turn = self._found or part.run % lane.count > 0
         self.barren = False
 
-    def _open(self, cursor: At) -> None:
+    def _open(self, cursor: FlowAt) -> None:
         place = place_of(self._pass, self._stage, self._epoch, self._lane)
         self._intake = Puller(self._open_part(self._number, *place, cursor), cursor)
 
@@ -231,7 +226,7 @@ class Part:
     def draw(self, count: int) -> Draw:
         """Return the next outputs, fewer only if the part has ended and is not iterated again."""
         # A part that yields nothing begins its pass again on resume, and finds that out again.
-        before = [self._pass, self._stage, self._start if self.barren else self._intake.cursor]
+        before = PartAt(self._pass, self._stage, self._start if self.barren else self._intake.cursor)
         taken: list[tuple[int, int, Pulled]] = []
         ends: list[int] = []
         got, self._drawn = 0, []
@@ -300,7 +295,7 @@ class Draw:
         self,
         numbers: list[int],
         conform: Callable[[Items], Items],
-        before: At,
+        before: PartAt,
         taken: list[tuple[int, int, Pulled]],
         ends: list[int],
     ) -> None:
@@ -314,7 +309,7 @@ class Draw:
     @property
     def exhausted(self) -> bool:
         """True if the part had been iterated once before."""
-        return bool(self._before[1] != FIRST)
+        return self._before.stage != FIRST
 
     def items(self) -> Items | None:
         """Return the outputs. Ordinals separate the generators of functions for rows of other sources and passes."""
@@ -326,12 +321,12 @@ class Draw:
         ]
         return self._conform(joined(passes))
 
-    def before(self, count: int) -> At:
-        """Return the part's entry in the cursor right before one of them."""
+    def before(self, count: int) -> PartAt:
+        """Return the cursor of the part right before one of them."""
         done = count
         for run, stage, taken in self._taken:
             if done < taken.count:
-                return [run, stage, taken.before(done)]
+                return PartAt(run, stage, taken.before(done))
             done -= taken.count
         return self.at(count)
 
@@ -361,8 +356,8 @@ class Draw:
             found[places, 0], found[places, 1], found[places, 2:], covered[places] = run, stage, values, True
         if not covered.all():  # those before the first output, and after the last
             for count in np.unique(counts[~covered]).tolist():
-                numbers: list[int] = []
-                flatten(self.at(count), numbers, [])
+                part = self.at(count)
+                numbers = [part.run, part.stage, *flatten(part.at, [])]
                 if width >= 0 and len(numbers) != 2 + width:
                     return None
                 if width < 0:
@@ -370,13 +365,13 @@ class Draw:
                 found[~covered & (counts == count)] = numbers
         return found
 
-    def at(self, count: int) -> At:
-        """Return the part's entry in the cursor after the first ``count``. It begins again only when more is needed."""
+    def at(self, count: int) -> PartAt:
+        """Return the cursor of the part after the first ``count``. It begins again only when more is needed."""
         entry = self._before
         for run, stage, taken in self._taken:
             if not count:
                 break
-            entry = [run, stage, taken.at(min(count, taken.count))]
+            entry = PartAt(run, stage, taken.at(min(count, taken.count)))
             count -= min(count, taken.count)
         return entry
 
@@ -384,33 +379,24 @@ class Draw:
 class Mixed:
     """Outputs of several parts, interleaved by their weights.
 
-    Cursor: [position, schedule_version, [[pass, stage of the part, cursor of the part], …]], and the previous mix after
-    a change, until the outputs in progress are complete.
-
     A part that ends is iterated again in an epoch of its own, unless the first end is that of the mix. A part that
     yields nothing in any lane leaves its positions empty. A part of weight 0 is paused: it keeps its position.
     """
 
-    def __init__(self, mix: Mix, open_part: Open, start: At, epoch: int, lane: Shard, cursor: At) -> None:
+    def __init__(self, mix: Mix, open_part: Open, start: MixAt, epoch: int, lane: Shard, cursor: MixAt) -> None:
         self._mix, self._epoch, self._lane, self._growing = mix, epoch, lane, Growing()
-        self._position, self._schedule_version, parts, *old = cursor
-        self._old: At = old[0] if old else None  # the mix before a change, as long as it still applies
-        self._parts = [
-            Part(number, mix, open_part, start[2][number][2], epoch, lane, *part) for number, part in enumerate(parts)
-        ]
+        self._position, self._number, self._held = cursor.position, cursor.change, cursor.held
+        self._parts = parts_of(mix, open_part, start, epoch, lane, cursor)
         self._use_order()
         self._ended = self._held_over = self._yielded = False
 
     def _use_order(self) -> None:
         """Draw in the order of the mix, or of that before a change."""
-        if self._old is None:
-            weights: Sequence[float] = self._mix.counts
-            numbers: Sequence[int] = range(len(weights))
-            order = MixOrder(self._mix.counts, self._mix.seed, self._epoch, self._lane.index, self._schedule_version)
-        else:
-            weights, numbers = zip(*self._old[1], strict=True)
-            order = old_order(self._old, self._mix.seed, self._epoch, self._lane.index, self._schedule_version)
-        self._order = order
+        held = self._held
+        weights: Sequence[float] = self._mix.counts if held is None else held.weights
+        numbers: Sequence[int] = range(len(weights)) if held is None else held.parts
+        counts = self._mix.counts if held is None else spans(weights)
+        self._order = MixOrder(counts, self._mix.seed, self._epoch, self._lane.index, self._number)
         self._active = [number for number, weight in zip(numbers, weights, strict=True) if weight and number >= 0]
 
     @property
@@ -420,59 +406,54 @@ class Mixed:
 
     def _change(self) -> None:
         """Draw by the weights after a change."""
-        self._old, self._position, self._schedule_version = None, 0, self._schedule_version + 1
+        self._held, self._position, self._number = None, 0, self._number + 1
         self._held_over = False
         self._use_order()
 
     def pull(self) -> Chunk | None:
         if self._ended:
             return None
-        if self._old is not None and (self._held_over or self._is_exhausted):
+        if self._held is not None and (self._held_over or self._is_exhausted):
             # The mix before the change has ended. Groups of its last outputs end, too, as they did before the change.
             self._change()
             if self._yielded:
-                return Chunk(_nothing(), lambda _: None, is_barrier=True)
-        elif self._old is not None and self._position >= self._old[0]:
+                return Chunk(_nothing(), lambda _: RowAt(), is_barrier=True)  # it has no outputs
+        elif self._held is not None and self._position >= self._held.until:
             self._change()
         if self._is_exhausted:
             return None
-        size, first, old = self._growing.next(), self._position, self._old
-        if old is not None:
-            size = min(size, old[0] - first)
+        size, first, held, change = self._growing.next(), self._position, self._held, self._number
+        if held is not None:
+            size = min(size, held.until - first)
         sources = self._order.sources(first, first + size)
-        if old is not None:
-            sources = np.array([number for _, number in old[1]])[sources]
+        if held is not None:
+            sources = np.array(held.parts)[sources]
         places = [np.flatnonzero(sources == number) for number in range(len(self._parts))]
         draws = [part.draw(len(found)) for part, found in zip(self._parts, places, strict=True)]
         end = self._end(draws, places)
         if end is not None or all(self._parts[number].barren for number in self._active):
             size = size if end is None else end
-            self._ended, self._held_over = old is None or self._mix.stop != "all", old is not None
+            self._ended, self._held_over = held is None or self._mix.stop != "all", held is not None
         self._position += size
-        schedule_version, items, filled = self._schedule_version, *in_order(draws, places, size)
+        items, filled = in_order(draws, places, size)
         self._growing.made(items)
-        self._yielded = old is not None and len(filled) > 0
+        self._yielded = held is not None and len(filled) > 0
 
-        def at(outputs: int) -> At:
+        def at(outputs: int) -> FlowAt:
             position = size if outputs == len(filled) else int(filled[outputs - 1]) + 1 if outputs else 0
             return after(position)
 
-        def before(outputs: int) -> At:
+        def before(outputs: int) -> FlowAt:
             if outputs == len(filled):
                 return at(outputs)
             position = int(filled[outputs])
             return after(position, int(sources[position]))
 
-        def after(position: int, coming: int = -1) -> At:
-            counts = np.bincount(sources[:position], minlength=len(draws)).tolist()
-            parts = [
-                draw.before(count) if number == coming else draw.at(count)
-                for number, (draw, count) in enumerate(zip(draws, counts, strict=True))
-            ]
-            return [first + position, schedule_version, parts, *([old] if old is not None else [])]
+        def after(position: int, coming: int = -1) -> FlowAt:
+            return MixAt(first + position, change, parts_after(draws, sources[:position], coming), held=held)
 
         def table(outputs: Int64Array, is_before: bool) -> Int64Array | None:
-            if old is not None:
+            if held is not None:
                 return None
             last = outputs == len(filled)
             if is_before:
@@ -480,7 +461,7 @@ class Mixed:
             else:
                 positions = np.where(outputs > 0, filled[np.maximum(outputs, 1) - 1] + 1, 0)
                 positions = np.where(last, size, positions)
-            columns = [(first + positions)[:, None], np.full((len(outputs), 1), schedule_version)]
+            columns = [(first + positions)[:, None], np.full((len(outputs), 1), change)]
             for number, draw in enumerate(draws):
                 drawn = np.concatenate([[0], np.cumsum(sources == number)])[positions]
                 coming = is_before & ~last & (sources[np.minimum(positions, len(sources) - 1)] == number)
@@ -513,12 +494,19 @@ class Mixed:
         return latest
 
 
-def old_order(old: At, seed: int, epoch: int, lane: int, schedule_version: int) -> MixOrder:
-    """Return the schedule of a mix before it was changed.
+def parts_of(mix: Mix, open_part: Open, start: MixAt, epoch: int, lane: Shard, cursor: MixAt) -> list[Part]:
+    """Open the parts of a mix at a cursor. ``start``: the cursor at the beginning of an epoch."""
+    both = zip(start.parts, cursor.parts, strict=True)
+    return [Part(number, mix, open_part, first.at, epoch, lane, part) for number, (first, part) in enumerate(both)]
 
-    ``old``: [position up to which it applies, [[weight, current number of the part], …]].
-    """
-    return MixOrder(spans([weight for weight, _ in old[1]]), seed, epoch, lane, schedule_version)
+
+def parts_after(draws: Sequence[Draw], sources: Int64Array, coming: int = -1) -> tuple[PartAt, ...]:
+    """Return the cursors of the parts after draws from these sources. ``coming``: the part of the next output."""
+    counts = np.bincount(sources, minlength=len(draws)).tolist()
+    return tuple(
+        draw.before(count) if number == coming else draw.at(count)
+        for number, (draw, count) in enumerate(zip(draws, counts, strict=True))
+    )
 
 
 def in_order(draws: Sequence[Draw], places: Sequence[Int64Array], size: int) -> tuple[Items, Int64Array]:

@@ -102,9 +102,6 @@ class Slice:
 HIDDEN = "__midepoch_length__"
 """The column with the result of a function of the user that counts tokens. It is removed with the stage."""
 
-DELIVERED_BITS = 24
-"""Bits of the number of delivered batches of a window, in its cursor. A checksum is above them."""
-
 
 @dataclass(frozen=True)
 class Buckets:

@@ -15,12 +15,23 @@ from midepoch.errors import StateError
 from midepoch.order import Shard
 from midepoch.order.intervals import EMPTY, Intervals
 from midepoch.pipeline.chunk import Bunches, Flow, Pulled, Puller, all_in_each, are_of, materialize
-from midepoch.pipeline.cursor import At, LaneCursor, spared_key
+from midepoch.pipeline.cursor import (
+    ConcatAt,
+    FlowAt,
+    LaneCursor,
+    MixAt,
+    PartAt,
+    RowAt,
+    StageAt,
+    ZipAt,
+    below,
+    spared_key,
+)
 from midepoch.pipeline.leaf import Leaf
-from midepoch.pipeline.mixed import AGAIN, BORROWING, FIRST, Concatenated, Mixed, Zipped, place_of
-from midepoch.pipeline.node import DELIVERED_BITS, Buckets, Concat, Local, Mix, Node, Slice, StageSpec, Zip, path_below
+from midepoch.pipeline.mixed import BORROWING, Concatenated, Mixed, Zipped, place_of
+from midepoch.pipeline.node import Buckets, Concat, Local, Mix, Node, Slice, StageSpec, Zip, path_below
 from midepoch.pipeline.rows import Bundles, LazyRows, LeafRows, bundle_unit, excluded_rows
-from midepoch.pipeline.scheduled import Scheduled, is_held
+from midepoch.pipeline.scheduled import Scheduled
 from midepoch.pipeline.stages import Packing, stage
 from midepoch.transforms import RunContext
 from midepoch.transforms.generators import Generators
@@ -33,7 +44,7 @@ def open_flow(
     packing: Packing,
     epoch: int,
     lane: Shard,
-    cursor: At,
+    cursor: FlowAt,
     spared: Mapping[str, Intervals],
     leaf: int = 0,
     path: int = 0,
@@ -44,7 +55,7 @@ def open_flow(
     """
     if spec.stages:
 
-        def source(inner: At) -> Flow:
+        def source(inner: FlowAt) -> Flow:
             return open_flow(spec.before, bundles, packing, epoch, lane, inner, spared, leaf, path)
 
         base_seed = bundles.engines[leaf].leaf.global_seed or 0
@@ -52,6 +63,7 @@ def open_flow(
         return stage(spec.stages[-1], source, cursor, run, packing, lane, bundles.excluded if spared else ())
     base = spec.base
     if isinstance(base, Leaf):
+        assert isinstance(cursor, RowAt)
         if packing.opened is not None:
             packing.opened.append((leaf, epoch, lane))
         if spec.plain and not (bundles.excluded and bundles.excluded[leaf]):
@@ -61,37 +73,50 @@ def open_flow(
     for part in base.parts:
         firsts.append(firsts[-1] + len(part.leaves))
 
-    def open_part(number: int, of_epoch: int, of_lane: Shard, inner: At) -> Flow:
+    def open_part(number: int, of_epoch: int, of_lane: Shard, inner: FlowAt) -> Flow:
         below = path_below(path, base.tags[number])
         return open_flow(base.parts[number], bundles, packing, of_epoch, of_lane, inner, spared, firsts[number], below)
 
     if isinstance(base, Mix):
+        assert isinstance(cursor, MixAt)
         mixed = Mixed if base.schedule is None else Scheduled
-        return mixed(base, open_part, start(spec), epoch, lane, cursor)
+        return mixed(base, open_part, start_of_mix(base), epoch, lane, cursor)
     if isinstance(base, Concat):
+        assert isinstance(cursor, ConcatAt)
         starts = [start(part) for part in base.parts]
 
-        def kept(number: int) -> list[int]:
+        def kept(number: int) -> tuple[int, ...]:
             passes = (bundles.first_passes.get((leaf, lane.index)) for leaf in range(firsts[0], firsts[number]))
-            return [-1 if one is None else one.kept for one in passes]
+            return tuple(-1 if one is None else one.kept for one in passes)
 
         return Concatenated(base, lambda number, inner: open_part(number, epoch, lane, inner), starts, kept, cursor)
+    assert isinstance(cursor, ZipAt)
     return Zipped(lambda number, inner: open_part(number, epoch, lane, inner), cursor)
 
 
-def start(spec: Node) -> At:
+def start(spec: Node) -> FlowAt:
     """Return the cursor at the beginning of an epoch."""
-    cursor: At = [0, 0]
-    if isinstance(spec.base, Mix):
-        cursor = [0, 0, [[0, 0, start(part)] for part in spec.base.parts]]
-        cursor += [0] if spec.base.schedule is not None else []
-    elif isinstance(spec.base, Concat):
-        cursor = [0, start(spec.base.parts[0])]
-    elif not isinstance(spec.base, Leaf):
-        cursor = [start(part) for part in spec.base.parts]
-    for _ in spec.remembering:
-        cursor = [cursor, 0]
+    base = spec.base
+    cursor: FlowAt = RowAt()
+    if isinstance(base, Mix):
+        cursor = start_of_mix(base)
+    elif isinstance(base, Concat):
+        cursor = ConcatAt(0, start(base.parts[0]))
+    elif isinstance(base, Zip):
+        cursor = ZipAt(tuple(map(start, base.parts)))
+    for stage_spec in spec.remembering:
+        cursor = StageAt(cursor, 0, 0 if _has_key(stage_spec) else None)
     return cursor
+
+
+def start_of_mix(mix: Mix) -> MixAt:
+    """Return the cursor of a mix at the beginning of an epoch."""
+    parts = tuple(PartAt(at=start(part)) for part in mix.parts)
+    return MixAt(0, 0, parts, clock=None if mix.schedule is None else 0)
+
+
+def _has_key(spec: StageSpec) -> bool:
+    return isinstance(spec, Buckets) or (isinstance(spec, PackSpec) and spec.schedule is not None)
 
 
 def check_cursor(spec: Node, cursor: Any) -> None:
@@ -103,57 +128,31 @@ def check_cursor(spec: Node, cursor: Any) -> None:
         )
 
 
-def _fits(spec: Node, cursor: Any) -> bool:
-    for _ in spec.remembering:
-        if not (_is_list(cursor, 2) and is_count(cursor[1])):
+def _fits(spec: Node, at: Any) -> bool:
+    for stage_spec in reversed(spec.remembering):
+        if not isinstance(at, StageAt) or (at.key is not None) != _has_key(stage_spec):
             return False
-        cursor = cursor[0]
+        at = at.before
     base = spec.base
     if isinstance(base, Leaf):
-        return _is_list(cursor, 2) and all(map(is_count, cursor)) and cursor[0] <= base.rows
-    if isinstance(base, Mix):
-        return (
-            isinstance(cursor, list)
-            and len(cursor) >= (3 if base.schedule is None else 4)
-            and (len(cursor) == 3 or _is_continued(cursor[3:], base))
-            and is_count(cursor[0])
-            and is_count(cursor[1])
-            and _is_list(cursor[2], len(base.parts))
-            and all(_is_list(one, 3) and is_count(one[0]) and one[1] in (FIRST, AGAIN, BORROWING) for one in cursor[2])
-            and all(_fits(part, one[2]) for part, one in zip(base.parts, cursor[2], strict=True))
-        )
+        return isinstance(at, RowAt) and at.row <= base.rows
     if isinstance(base, Concat):
-        inside = _is_list(cursor, 2) and is_count(cursor[0]) and cursor[0] < len(base.parts)
-        return inside and _fits(base.parts[cursor[0]], cursor[1])
-    return _is_list(cursor, len(base.parts)) and all(map(_fits, base.parts, cursor))
-
-
-def _is_continued(rest: list[Any], base: Mix) -> bool:
-    """Return True for the end of the cursor of a changed or scheduled mix."""
-    if base.schedule is None:
-        return len(rest) == 1 and _is_old(rest[0], len(base.parts))
-    return is_count(rest[0]) and (len(rest) == 1 or (len(rest) == 2 and is_held(rest[1], len(base.parts))))
-
-
-def _is_old(value: Any, parts: int) -> bool:
-    """Return True for a changed mix's previous state: [position up to which it applies, [[weight, part], …]]."""
-    if not (_is_list(value, 2) and is_count(value[0]) and isinstance(value[1], list) and value[1]):
+        return isinstance(at, ConcatAt) and at.number < len(base.parts) and _fits(base.parts[at.number], at.at)
+    if isinstance(base, Zip):
+        whole = isinstance(at, ZipAt) and len(at.parts) == len(base.parts)
+        return whole and all(map(_fits, base.parts, at.parts))
+    if not isinstance(at, MixAt) or len(at.parts) != len(base.parts):
         return False
-    good = (_is_list(one, 2) and isinstance(one[0], (int, float)) and 0 <= one[0] < 1e300 for one in value[1])
-    return (
-        all(good)
-        and any(one[0] for one in value[1])
-        and all(isinstance(one[1], int) and -1 <= one[1] < parts for one in value[1])
-    )
-
-
-def _is_list(value: Any, length: int) -> bool:
-    return isinstance(value, list) and len(value) == length
-
-
-def is_count(value: Any) -> bool:
-    """Return True for an integer that counts something."""
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**62
+    held = at.held
+    if held is not None and base.schedule is not None and (held.parts or len(held.weights) != len(base.parts)):
+        return False
+    if held is not None and base.schedule is None:
+        numbered = len(held.parts) == len(held.weights) and max(held.parts) < len(base.parts)
+        if not numbered or held.rows != -1:
+            return False
+    timed = (at.clock is not None) == (base.schedule is not None)
+    parts = zip(base.parts, at.parts, strict=True)
+    return timed and all(entry.stage <= BORROWING and _fits(part, entry.at) for part, entry in parts)
 
 
 class Drawn(NamedTuple):
@@ -210,33 +209,34 @@ def _of_excluded(intake: Puller, rows: Sequence[Intervals]) -> Pulled:
     return taken
 
 
-def _in_progress(node: Node, at: At) -> bool:
+def _in_progress(node: Node, at: FlowAt) -> bool:
     """Return True if a group of the stages, or of the one source, is delivered in part."""
     for spec in reversed(node.remembering):
-        if _inputs_in_progress(spec, at[1]):
+        assert isinstance(at, StageAt)
+        if _inputs_in_progress(spec, at.delivered):
             return True
-        at = at[0]
-    return isinstance(node.base, Leaf) and node.base.group is not None and bool(at[1])
+        at = at.before
+    return isinstance(at, RowAt) and isinstance(node.base, Leaf) and node.base.group is not None and at.outputs > 0
 
 
-def _only_packs(node: Node, at: At) -> bool:
+def _only_packs(node: Node, at: FlowAt) -> bool:
     """Return True if the last stage joins and cuts documents, and no group before it is in progress."""
     last = node.remembering[-1] if node.remembering else None
     if not isinstance(last, PackSpec) or last.strategy != "concat":
         return False
-    before = [(Node(node.base, node.stages[: -1 - node.stages[::-1].index(last)]), at[0])]
+    assert isinstance(at, StageAt)
+    before = [(Node(node.base, node.stages[: -1 - node.stages[::-1].index(last)]), at.before)]
     while before:
         each, inner = before.pop()
         if _in_progress(each, inner):
             return False
-        for _ in each.remembering:
-            inner = inner[0]
+        inner = below(inner)
         if isinstance(each.base, Mix):
-            before += [(part, entry[2]) for part, entry in zip(each.base.parts, inner[2], strict=True)]
+            before += [(part, entry.at) for part, entry in zip(each.base.parts, inner.parts, strict=True)]
         elif isinstance(each.base, Concat):
-            before.append((each.base.parts[inner[0]], inner[1]))
+            before.append((each.base.parts[inner.number], inner.at))
         elif isinstance(each.base, Zip):
-            before += zip(each.base.parts, inner, strict=True)
+            before += zip(each.base.parts, inner.parts, strict=True)
     return True
 
 
@@ -257,14 +257,15 @@ class Reach:
     def __init__(self, bundles: Bundles, packing: Packing, cursor: LaneCursor) -> None:
         self._bundles, self._packing, self._spared = bundles, packing, cursor.spared
 
-    def drawn(self, node: Node, at: At, epoch: int, lane: Shard, first_leaf: int = 0) -> Iterator[Drawn]:
+    def drawn(self, node: Node, at: FlowAt, epoch: int, lane: Shard, first_leaf: int = 0) -> Iterator[Drawn]:
         """Yield the rows of each source that are drawn. Groups in progress are run to their ends."""
         if node.stages:
             stage, before = node.stages[-1], node.before
             if not (isinstance(stage, Local) and stage.keeps_rows):
-                inner, skip = at
-                at = inner
-                if count := _inputs_in_progress(stage, skip):
+                assert isinstance(at, StageAt)
+                count, at = _inputs_in_progress(stage, at.delivered), at.before
+                if count:
+                    inner = at
                     flow = open_flow(before, self._bundles, self._packing, epoch, lane, inner, self._spared, first_leaf)
                     taken = Puller(flow, inner, groups=True).take(count)
                     at = taken.at(taken.count)
@@ -272,20 +273,20 @@ class Reach:
             return
         base = node.base
         if isinstance(base, Leaf):
-            yield Drawn(first_leaf, epoch, lane, self._row_after(base, first_leaf, epoch, lane, *at[:2]))
+            assert isinstance(at, RowAt)
+            yield Drawn(first_leaf, epoch, lane, self._row_after(base, first_leaf, epoch, lane, at.row, at.outputs))
             return
         for number, part in enumerate(base.parts):
-            if isinstance(base, Mix):
-                run, stage_of_part, inner = at[2][number]
-                yield from self.drawn(part, inner, *place_of(run, stage_of_part, epoch, lane), first_leaf)
-            elif isinstance(base, Concat):
-                if number == at[0]:
-                    yield from self.drawn(part, at[1], epoch, lane, first_leaf)
-                else:  # it has ended, or has not begun
-                    for leaf, one in enumerate(part.leaves, first_leaf):
-                        yield Drawn(leaf, epoch, lane, lane.before(one.rows) if number < at[0] else 0)
-            elif isinstance(base, Zip):
-                yield from self.drawn(part, at[number], epoch, lane, first_leaf)
+            if isinstance(at, MixAt):
+                entry = at.parts[number]
+                yield from self.drawn(part, entry.at, *place_of(entry.run, entry.stage, epoch, lane), first_leaf)
+            elif isinstance(at, ZipAt):
+                yield from self.drawn(part, at.parts[number], epoch, lane, first_leaf)
+            elif isinstance(at, ConcatAt) and number == at.number:
+                yield from self.drawn(part, at.at, epoch, lane, first_leaf)
+            elif isinstance(at, ConcatAt):  # it has ended, or has not begun
+                for leaf, one in enumerate(part.leaves, first_leaf):
+                    yield Drawn(leaf, epoch, lane, lane.before(one.rows) if number < at.number else 0)
             first_leaf += len(part.leaves)
 
     def _row_after(self, leaf: Leaf, number: int, epoch: int, lane: Shard, row: int, outputs: int) -> int:
@@ -313,9 +314,9 @@ def _inputs_in_progress(stage: StageSpec, skip: int) -> int:
     if isinstance(stage, PackSpec):
         if stage.strategy != "concat":
             return stage.window if skip else 0
-        return 1 if stage.delivered(skip)[0] else 0
+        return 1 if skip else 0
     if isinstance(stage, Buckets):
-        return stage.budget.window if skip % (1 << DELIVERED_BITS) else 0
+        return stage.budget.window if skip else 0
     if isinstance(stage, Local) and not stage.grouped:
         return 1 if skip else 0
     return stage.size if skip else 0

@@ -15,7 +15,7 @@ from midepoch.errors import DataChangedError, FetchError
 from midepoch.order import Shard
 from midepoch.order.intervals import EMPTY, Intervals
 from midepoch.pipeline.chunk import Chunk, RowRefs
-from midepoch.pipeline.cursor import At, RowAt
+from midepoch.pipeline.cursor import RowAt
 from midepoch.pipeline.engine import Engine
 from midepoch.pipeline.leaf import Leaf
 from midepoch.transforms import Batch, FilterExpression, FilterRows, join
@@ -299,16 +299,13 @@ class BundlesHere:
 
 
 class LeafRows:
-    """A lane of a leaf. Cursor: [row, outputs delivered of those made from that row on].
-
-    ``spared``: rows that are not excluded yet.
-    """
+    """A lane of a leaf. ``spared``: rows that are not excluded yet."""
 
     def __init__(
-        self, bundles: Bundles, leaf: int, epoch: int, lane: Shard, cursor: At, spared: Intervals = EMPTY
+        self, bundles: Bundles, leaf: int, epoch: int, lane: Shard, cursor: RowAt, spared: Intervals = EMPTY
     ) -> None:
         self._bundles, self._leaf, self._epoch, self._lane = bundles, leaf, epoch, lane
-        self._row, self._skip = cursor
+        self._row, self._skip = cursor.row, cursor.outputs
         self._excluded = EMPTY
         if bundles.excluded and bundles.excluded[leaf]:
             self._excluded = excluded_rows(bundles.engines[leaf], bundles.excluded[leaf], epoch, lane).minus(spared)
@@ -335,24 +332,26 @@ class LeafRows:
             if stop >= self._total and self._first.epoch == self._epoch:
                 self._first.kept = self._kept
 
-        def counted(cursor: At, outputs: int) -> At:
-            return cursor if kept is None else RowAt(cursor, kept + _distinct(places, outputs, alone), in_first)
+        def row_at(row: int, delivered: int, outputs: int) -> RowAt:
+            if kept is None:
+                return RowAt(row, delivered)
+            return RowAt(row, delivered, kept + _distinct(places, outputs, alone), in_first)
 
-        def at(outputs: int) -> At:
+        def at(outputs: int) -> RowAt:
             if outputs == count:
-                return counted([stop, left], total)
+                return row_at(stop, left, total)
             if not by_row or not outputs:
-                return counted([first, skip + outputs], 0 if not outputs else skip + outputs)
+                return row_at(first, skip + outputs, 0 if not outputs else skip + outputs)
             if alone:
-                return counted([first + int(places[skip + outputs - 1]) + 1, 0], skip + outputs)
-            return counted(_after(places, first, skip + outputs), skip + outputs)
+                return row_at(first + int(places[skip + outputs - 1]) + 1, 0, skip + outputs)
+            return row_at(*_after(places, first, skip + outputs), skip + outputs)
 
-        def before(outputs: int) -> At:
+        def before(outputs: int) -> RowAt:
             if not by_row or outputs == count:
                 return at(outputs)
             row = int(places[skip + outputs])
             begin = skip + outputs if alone else int(np.searchsorted(places, row))
-            return counted([first + row, skip + outputs - begin], skip + outputs)
+            return row_at(first + row, skip + outputs - begin, skip + outputs)
 
         def table(outputs: Int64Array, is_before: bool) -> Int64Array:
             done = skip + outputs
@@ -376,19 +375,19 @@ def _distinct(places: Int64Array, outputs: int, alone: bool) -> int:
     return outputs if alone or not outputs else int(np.count_nonzero(np.diff(places[:outputs]))) + 1
 
 
-def _after(places: Int64Array, first: int, outputs: int) -> At:
-    """Return the cursor after ``outputs`` outputs, by the row that the last of them was made from."""
+def _after(places: Int64Array, first: int, outputs: int) -> tuple[int, int]:
+    """Return the row after ``outputs`` outputs, by that of the last of them, and the delivered outputs of it."""
     row = int(places[outputs - 1])
     begin, end = np.searchsorted(places, (row, row + 1)).tolist()
-    return [first + row + 1, 0] if outputs == end else [first + row, outputs - begin]
+    return (first + row + 1, 0) if outputs == end else (first + row, outputs - begin)
 
 
 class LazyRows:
     """A lane of a pipeline without functions: rows are referenced, and read once it is known which are needed."""
 
-    def __init__(self, bundles: Bundles, leaf: int, epoch: int, lane: Shard, cursor: At) -> None:
+    def __init__(self, bundles: Bundles, leaf: int, epoch: int, lane: Shard, cursor: RowAt) -> None:
         self._bundles, self._leaf, self._epoch, self._lane = bundles, leaf, epoch, lane
-        self._row = cursor[0] + cursor[1]
+        self._row = cursor.row + cursor.outputs
         self._total = lane.before(bundles.engines[leaf].leaf.rows)
         self._size = _FIRST
 
@@ -407,4 +406,4 @@ class LazyRows:
         def table(outputs: Int64Array, _: bool) -> Int64Array:
             return np.stack([first + outputs, np.zeros(len(outputs), np.int64)], axis=1)
 
-        return Chunk(refs, lambda outputs: [first + outputs, 0], table=table)
+        return Chunk(refs, lambda outputs: RowAt(first + outputs), table=table)

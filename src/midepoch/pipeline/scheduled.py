@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -14,27 +14,22 @@ from midepoch.order import Shard
 from midepoch.order.schedule import OPEN, Segments
 from midepoch.order.turns import Turns
 from midepoch.pipeline.chunk import Chunk, Items, MixedRows, materialize
-from midepoch.pipeline.cursor import At
-from midepoch.pipeline.mixed import Draw, Growing, Open, Part, in_order
+from midepoch.pipeline.cursor import HeldWeights, MixAt
+from midepoch.pipeline.mixed import Draw, Growing, Open, in_order, parts_after, parts_of
 from midepoch.pipeline.node import Mix
 from midepoch.pipeline.stages import lengths_in
 
 Int64Array = npt.NDArray[np.int64]
 _log = logging.getLogger("midepoch")
-EVENTS = 20
-"""Bits of the number of changes within a segment, in the number of a stretch of draws."""
 _TIMES = 4
 """Chunks by tokens are read here, not by ``pack``, and are as large as those that it reads: 16 MiB. A quarter of that
 would take a quarter more time.
 """
 
 
-def is_held(value: Any, parts: int) -> bool:
-    """Return True for weights that still apply after a change: [position up to which, weights, rows of the stretch]."""
-    if not (isinstance(value, list) and len(value) == 3 and isinstance(value[1], list) and len(value[1]) == parts):
-        return False
-    good = all(isinstance(weight, (int, float)) and 0 <= weight < 1e300 for weight in value[1])
-    return good and any(value[1]) and all(isinstance(one, int) and -1 <= one < OPEN for one in (value[0], value[2]))
+def draw_number(segment: int, change: int) -> int:
+    """Return the number by which the draws of a segment are shuffled, after a number of changes in it."""
+    return (segment << 20) + change % (1 << 20)
 
 
 class Setting(NamedTuple):
@@ -68,32 +63,32 @@ class ConstantDraws(NamedTuple):
 
     start: int
     position: int
-    number: int
+    segment: int
+    change: int
     turns: Turns
 
 
 class Scheduled:
     """Outputs of several parts, interleaved by weights that a schedule gives.
 
-    Cursor: [draws since the last change of the weights, number of that change, [[pass, stage of the part, cursor of the
-    part], …], rows or tokens so far]. The number has that of the segment of the schedule above 20 bits. After a change
-    during the run, the weights before it follow as long as outputs in progress need them (``is_held``).
-
     A part that has had all of its passes is not drawn from any more: the others take its share.
     """
 
-    def __init__(self, mix: Mix, open_part: Open, start: At, epoch: int, lane: Shard, cursor: At) -> None:
+    def __init__(self, mix: Mix, open_part: Open, start: MixAt, epoch: int, lane: Shard, cursor: MixAt) -> None:
         assert mix.schedule is not None
         self._mix, self._epoch, self._lane = mix, epoch, lane
-        self._position, self._number, parts, self._clock, *held = cursor
-        self._held: At = held[0] if held else None
+        self._position, self._segment, self._change, self._held = (
+            cursor.position,
+            cursor.segment,
+            cursor.change,
+            cursor.held,
+        )
+        self._clock = cursor.clock or 0
         self._segments = mix.schedule.segments(mix.names, lane)
         self._by_tokens = mix.schedule.unit == "tokens"
         self._growing = Growing(_TIMES if self._by_tokens else 1)
         self._mean = 1.0  # tokens in a row, of the last chunk
-        self._parts = [
-            Part(number, mix, open_part, start[2][number][2], epoch, lane, *part) for number, part in enumerate(parts)
-        ]
+        self._parts = parts_of(mix, open_part, start, epoch, lane, cursor)
         self._turns: Turns | None = None
         self._ended = False
 
@@ -129,8 +124,9 @@ class Scheduled:
             for part, mine in zip(self._parts, places, strict=True):
                 part.give_back(int(np.searchsorted(mine, cut)))
         chunk = self._chunk(draws, sources, stretches, items, clocks) if cut else None
-        start, position, self._number, self._turns = stretches[bisect_right(stretches, cut, key=_start) - 1]
-        self._position = position + cut - start
+        last = stretches[bisect_right(stretches, cut, key=_start) - 1]
+        self._segment, self._change, self._turns = last.segment, last.change, last.turns
+        self._position = last.position + cut - last.start
         if clocks is not None:
             self._mean = max(1.0, (int(clocks[-1]) - self._clock) / cut)
         self._clock += cut if clocks is None else int(clocks[-1]) - self._clock
@@ -143,60 +139,60 @@ class Scheduled:
         """Return the next draws, up to where their weights are known, and their number."""
         assert self._turns is not None
         size = self._growing.next()
-        found = [ConstantDraws(0, self._position, self._number, self._turns)]
+        found = [ConstantDraws(0, self._position, self._segment, self._change, self._turns)]
         if self._by_tokens or self._held is not None:
             left = self._segments.stops[segment] - self._clock
             # Rows after the end of the segment are given back: in short phases with 64 segments, most of the work.
             size = min(size, 1 + int(left / self._mean) if self._by_tokens else left)
-            return found, size if self._held is None else min(size, self._held[0] - self._position)
+            return found, size if self._held is None else min(size, self._held.until - self._position)
         while (end := self._segments.stops[segment] - self._clock) < size:
             following = self._segments.at(self._clock + end)
-            number = 0 if following is None else following << EVENTS
-            turns = None if following is None else self._turns_at(self._clock + end, 0, number)
+            turns = None if following is None else self._turns_at(self._clock + end, 0, following, 0)
             if following is None or turns is None:
                 return found, end
-            found.append(ConstantDraws(end, 0, number, turns))
+            found.append(ConstantDraws(end, 0, following, 0, turns))
             segment = following
         return found, size
 
-    def _turns_at(self, clock: int, position: int, number: int) -> Turns | None:
+    def _turns_at(self, clock: int, position: int, segment: int, change: int) -> Turns | None:
         """Return the draws at a place of the schedule, or None if nothing is left to draw from."""
         spent = [part.spent for part in self._parts]
         found = setting(self._mix, self._segments, self._epoch, clock, position, spent)
-        return None if found is None else self._turned(found, number)
+        return None if found is None else self._turned(found, segment, change)
 
-    def _turned(self, weights: Setting, number: int) -> Turns:
-        return Turns(*weights, self._mix.seed, self._epoch, self._lane.index, number)
+    def _turned(self, weights: Setting, segment: int, change: int) -> Turns:
+        return Turns(*weights, self._mix.seed, self._epoch, self._lane.index, draw_number(segment, change))
 
     def _begin(self, segment: int) -> bool:
         """Prepare the draws at this place. Return False if nothing is left to draw from."""
         held = self._held
-        if held is not None and self._position >= held[0]:
+        if held is not None and self._position >= held.until:
             held = self._held = None
-            self._change()
-        if held is None and self._number >> EVENTS != segment:
-            self._position, self._number, self._turns = 0, segment << EVENTS, None
+            self._next_change()
+        if held is None and self._segment != segment:
+            self._position, self._segment, self._change, self._turns = 0, segment, 0, None
         if self._turns is None:
             if held is not None:
-                self._turns = self._turned(Setting(tuple(held[1]), held[2] if held[2] >= 0 else None), self._number)
+                weights = Setting(held.weights, held.rows if held.rows >= 0 else None)
+                self._turns = self._turned(weights, self._segment, self._change)
             else:
-                self._turns = self._turns_at(self._clock, self._position, self._number)
+                self._turns = self._turns_at(self._clock, self._position, self._segment, self._change)
         if self._turns is None:
             self._warn(segment)
         return self._turns is not None
 
-    def _change(self) -> None:
-        self._position, self._number, self._turns = 0, self._number + 1, None
+    def _next_change(self) -> None:
+        self._position, self._change, self._turns = 0, self._change + 1, None
 
     def _end_part(self, number: int) -> None:
         """Stop drawing from a part. The others take its share."""
         self._parts[number].end()
         if self._held is not None:  # the outputs in progress had the same weights without it
-            until, weights, rows = self._held
-            weights = [0.0 if one == number else weight for one, weight in enumerate(weights)]
+            until, rows = self._held.until - self._position, self._held.rows
+            weights = tuple(0.0 if one == number else weight for one, weight in enumerate(self._held.weights))
             rows = rows - self._position if rows >= 0 else rows
-            self._held = [until - self._position, weights, rows] if any(weights) else None
-        self._change()
+            self._held = HeldWeights(until, weights, (), rows) if any(weights) else None
+        self._next_change()
 
     def _counted(self, items: Items) -> tuple[Items, Int64Array]:
         """Return outputs that are read, and the position of the schedule before each of them and after the last."""
@@ -225,25 +221,20 @@ class Scheduled:
         items: Items,
         clocks: Int64Array | None,
     ) -> Chunk:
-        clock = self._clock
-        held = [] if self._held is None else [self._held]
+        clock, held = self._clock, self._held
 
-        def at(outputs: int) -> At:
+        def at(outputs: int) -> MixAt:
             return after(outputs, stretches[max(0, bisect_left(stretches, outputs, key=_start) - 1)])
 
-        def before(outputs: int) -> At:
+        def before(outputs: int) -> MixAt:
             if outputs == len(items):
                 return at(outputs)
             return after(outputs, stretches[bisect_right(stretches, outputs, key=_start) - 1], int(sources[outputs]))
 
-        def after(outputs: int, stretch: ConstantDraws, coming: int = -1) -> At:
-            counts = np.bincount(sources[:outputs], minlength=len(draws)).tolist()
-            parts = [
-                draw.before(count) if one == coming else draw.at(count)
-                for one, (draw, count) in enumerate(zip(draws, counts, strict=True))
-            ]
+        def after(outputs: int, stretch: ConstantDraws, coming: int = -1) -> MixAt:
+            position, parts = stretch.position + outputs - stretch.start, parts_after(draws, sources[:outputs], coming)
             now = clock + outputs if clocks is None else int(clocks[outputs])
-            return [stretch.position + outputs - stretch.start, stretch.number, parts, now, *held]
+            return MixAt(position, stretch.change, parts, stretch.segment, now, held)
 
         return Chunk(items, at, before)
 

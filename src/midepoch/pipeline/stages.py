@@ -17,14 +17,14 @@ from midepoch.order.bijection import Bijection, derive
 from midepoch.order.budget import TooLongError
 from midepoch.order.intervals import Intervals
 from midepoch.pipeline.chunk import Bunches, Chunk, Flow, Items, MixedRows, Puller, are_of, joined, materialize
-from midepoch.pipeline.cursor import At
-from midepoch.pipeline.node import DELIVERED_BITS, HIDDEN, Buckets, Local, Rebatch, Slice, StageSpec, Window
+from midepoch.pipeline.cursor import FlowAt, StageAt
+from midepoch.pipeline.node import HIDDEN, Buckets, Local, Rebatch, Slice, StageSpec, Window
 from midepoch.pipeline.planned import changed_lengths, too_long
 from midepoch.transforms import Batch, RunContext, Step, run_steps
 from midepoch.transforms.arrow_values import flat_numbers
 from midepoch.transforms.batch import check_columns, with_ordinals
 from midepoch.transforms.flat import as_one_row
-from midepoch.transforms.packing import NUMBER_BITS, Documents, PackSpec, best_fit, concatenated
+from midepoch.transforms.packing import Documents, PackSpec, best_fit, concatenated
 from midepoch.transforms.provenance import DocumentTable, Int16Array, concatenated_pieces
 
 Int64Array = npt.NDArray[np.int64]
@@ -58,16 +58,21 @@ def token_table(
                         return None
                     parts.append((some, values))
             left = np.where(mine, -1, left - count)
-        found = np.zeros((len(outputs), parts[0][1].shape[1] + 1), np.int64)
+        width = parts[0][1].shape[1]
+        found = np.zeros((len(outputs), width + 1 + (first_number >= 0)), np.int64)
         for some, values in parts:
-            found[some, :-1] = values
-        found[:, -1] = into if first_number < 0 else into + ((first_number + outputs) << NUMBER_BITS)
+            found[some, :width] = values
+        found[:, width] = into
+        if first_number >= 0:
+            found[:, -1] = first_number + outputs
         return found
 
     return table
 
 
-def at_document(origins: tuple[tuple[Chunk, int, int], ...], document: int, inner: At, *, before: bool = False) -> At:
+def at_document(
+    origins: tuple[tuple[Chunk, int, int], ...], document: int, inner: FlowAt, *, before: bool = False
+) -> FlowAt:
     """Return the cursor at a pending document, or right before it if it is to be resumed in the middle."""
     for number, (chunk, first, count) in enumerate(origins):
         if document < count or (document == count and number == len(origins) - 1):
@@ -166,8 +171,8 @@ class Packing:
 
 def stage(
     spec: StageSpec,
-    source: Callable[[At], Flow],
-    cursor: At,
+    source: Callable[[FlowAt], Flow],
+    cursor: FlowAt,
     run: RunContext,
     packing: Packing,
     lane: Shard,
@@ -179,14 +184,15 @@ def stage(
     """
     if isinstance(spec, Local) and spec.keeps_rows:
         return Same(source(cursor), spec.steps, run)
-    inner, count = cursor
+    assert isinstance(cursor, StageAt)
+    inner, count = cursor.before, cursor.delivered
     flow = source(inner)
     if isinstance(spec, Slice):
         return Sliced(flow, inner, spec, count)
     if isinstance(spec, Buckets):
-        return Bucketed(flow, inner, spec, run, count, gone)
+        return Bucketed(flow, cursor, spec, run, gone)
     if isinstance(spec, PackSpec) and spec.strategy == "concat":
-        return Packed(flow, spec, inner, count, packing, lane)
+        return Packed(flow, spec, cursor, packing, lane)
     if isinstance(spec, PackSpec):
         return Grouped(flow, inner, spec.window, lambda batch: _packed(batch, spec, packing), count)
     if isinstance(spec, Rebatch):
@@ -219,11 +225,11 @@ class Same:
 
 
 class Each:
-    """Steps that take one output at a time. Cursor: [cursor before an output, delivered results of that output]."""
+    """Steps that take one output at a time, and deliver its results."""
 
     _MOST = 64
 
-    def __init__(self, source: Flow, inner: At, steps: tuple[Step, ...], run: RunContext, skip: int) -> None:
+    def __init__(self, source: Flow, inner: FlowAt, steps: tuple[Step, ...], run: RunContext, skip: int) -> None:
         self._intake, self._steps, self._run, self._skip = Puller(source, inner), steps, run, skip
 
     def pull(self) -> Chunk | None:
@@ -235,22 +241,22 @@ class Each:
         skip, self._skip = min(first, int(np.searchsorted(places, 1))), 0  # of the first input only
         count = len(made) - skip
 
-        def at(outputs: int) -> At:
+        def at(outputs: int) -> FlowAt:
             if outputs == count:
-                return [taken.at(taken.count), 0]
+                return StageAt(taken.at(taken.count))
             if not outputs:
-                return [taken.at(0), skip]
+                return StageAt(taken.at(0), skip)
             done = skip + outputs
             begin, end = np.searchsorted(places, (places[done - 1], places[done - 1] + 1)).tolist()
             if done == end:
-                return [taken.at(int(places[done - 1]) + 1), 0]
-            return [taken.before(int(places[done - 1])), done - begin]
+                return StageAt(taken.at(int(places[done - 1]) + 1))
+            return StageAt(taken.before(int(places[done - 1])), done - begin)
 
-        def before(outputs: int) -> At:
+        def before(outputs: int) -> FlowAt:
             if outputs == count:
                 return at(outputs)
             place = int(places[skip + outputs])
-            return [taken.before(place), skip + outputs - int(np.searchsorted(places, place))]
+            return StageAt(taken.before(place), skip + outputs - int(np.searchsorted(places, place)))
 
         return Chunk(made.slice(skip, len(made)) if skip else made, at, before)
 
@@ -271,16 +277,12 @@ class Each:
 
 
 class Grouped:
-    """Groups of ``size`` outputs, each turned into others.
-
-    Cursor: [cursor before a group, delivered results of that group]. The last group may be smaller. It is omitted
-    unless ``partial``.
-    """
+    """Groups of ``size`` outputs, each turned into others. A last one that is smaller needs ``partial``."""
 
     def __init__(
         self,
         source: Flow,
-        inner: At,
+        inner: FlowAt,
         size: int,
         apply: Callable[[Batch], Batch],
         skip: int,
@@ -298,8 +300,8 @@ class Grouped:
         skip, self._skip = min(self._skip, len(made)), 0
         count = len(made) - skip
 
-        def at(outputs: int) -> At:
-            return [taken.at(taken.count), 0] if outputs == count else [taken.at(0), skip + outputs]
+        def at(outputs: int) -> FlowAt:
+            return StageAt(taken.at(taken.count)) if outputs == count else StageAt(taken.at(0), skip + outputs)
 
         return Chunk(made.slice(skip, len(made)) if skip else made, at)
 
@@ -307,14 +309,14 @@ class Grouped:
 class Bucketed:
     """Windows of outputs, each turned into batches by a budget of tokens.
 
-    Cursor: [cursor before a window, delivered batches of that window, with a checksum of all of them above 24 bits].
     ``gone``: rows that take part in forming the batches, and are not delivered.
     """
 
     def __init__(
-        self, source: Flow, inner: At, spec: Buckets, run: RunContext, skip: int, gone: Sequence[Intervals] = ()
+        self, source: Flow, cursor: StageAt, spec: Buckets, run: RunContext, gone: Sequence[Intervals] = ()
     ) -> None:
-        self._intake, self._spec, self._run, self._skip = Puller(source, inner, groups=True), spec, run, skip
+        self._intake, self._spec, self._run = Puller(source, cursor.before, groups=True), spec, run
+        self._skip, self._checksum = cursor.delivered, cursor.key
         self._gone = gone
 
     def pull(self) -> Chunk | None:
@@ -322,29 +324,27 @@ class Bucketed:
         if not taken.count:
             return None
         made = bunches(taken.items(), self._spec, self._run)
-        checksum = made.batches.checksum << DELIVERED_BITS
-        skip, self._skip = self._skip, 0
-        if skip and skip - skip % (1 << DELIVERED_BITS) != checksum:
+        checksum, (skip, self._skip) = made.batches.checksum, (self._skip, 0)
+        if skip and self._checksum != checksum:
             raise changed_lengths(self._spec.budget)
-        skip %= 1 << DELIVERED_BITS
         count = len(made) - skip
         if self._gone:
             made = replace(made, batches=made.batches.without(are_of(materialize(made.rows), self._gone)))
 
-        def at(outputs: int) -> At:
+        def at(outputs: int) -> FlowAt:
             if outputs == count:
-                return [taken.at(taken.count), 0]
-            return [taken.at(0), skip + outputs + (checksum if skip + outputs else 0)]
+                return StageAt(taken.at(taken.count), 0, 0)
+            return StageAt(taken.at(0), skip + outputs, checksum if skip + outputs else 0)
 
         return Chunk(made.slice(skip, len(made)), at)
 
 
 class Sliced:
-    """Outputs ``start`` to ``stop``. Cursor: [cursor of the next output, its number]."""
+    """Outputs ``start`` to ``stop``. The cursor has the number of the next one."""
 
     _MOST = 64
 
-    def __init__(self, source: Flow, inner: At, spec: Slice, number: int) -> None:
+    def __init__(self, source: Flow, inner: FlowAt, spec: Slice, number: int) -> None:
         self._intake, self._spec, self._number = Puller(source, inner), spec, number
 
     def pull(self) -> Chunk | None:
@@ -360,8 +360,8 @@ class Sliced:
         first, self._number = self._number, self._number + taken.count
         return Chunk(
             taken.items(),
-            lambda outputs: [taken.at(outputs), first + outputs],
-            lambda outputs: [taken.before(outputs), first + outputs],
+            lambda outputs: StageAt(taken.at(outputs), first + outputs),
+            lambda outputs: StageAt(taken.before(outputs), first + outputs),
         )
 
 
@@ -383,9 +383,8 @@ def _packed(batch: Batch, spec: PackSpec, packing: Packing) -> Batch:
 class Packed:
     """Documents one after the other, split into sequences.
 
-    Cursor: [cursor before the document in which the next sequence begins, delivered tokens of it]. The rest of a chunk
-    is kept in memory while running, and read again on resume. If a schedule gives the lengths, the number of the next
-    sequence is above the delivered tokens.
+    The cursor is that before the document in which the next sequence begins. The rest of a chunk is kept in memory
+    while running, and read again on resume.
     """
 
     _FIRST, _TOKENS = 32, 1 << 22
@@ -393,12 +392,13 @@ class Packed:
     more cost memory: 16 MiB of int32 for each column.
     """
 
-    def __init__(self, source: Flow, spec: PackSpec, inner: At, count: int, packing: Packing, lane: Shard) -> None:
+    def __init__(self, source: Flow, spec: PackSpec, cursor: StageAt, packing: Packing, lane: Shard) -> None:
         self._source, self._spec, self._packing = source, spec, packing
-        offset, self._number = spec.delivered(count)
+        self._number = cursor.key or 0
         self._phases = ((), ()) if spec.schedule is None else spec.schedule.lengths(lane)
-        self._inner, self._offset = inner, offset  # cursor of the first pending document, and its delivered tokens
-        self._skip = offset
+        # The cursor of the first pending document, and its delivered tokens.
+        self._inner, self._offset = cursor.before, cursor.delivered
+        self._skip = cursor.delivered
         self._pending: list[Documents] = []
         self._total = 0  # tokens of the pending documents
         self._rows: Int64Array = np.zeros(0, np.int64)
@@ -467,14 +467,14 @@ class Packed:
         documents = np.searchsorted(ends, firsts, side="right")
         into = firsts - np.where(documents > 0, ends[documents - 1], -base)
 
-        def at(outputs: int) -> At:
-            number = 0 if first < 0 else (first + outputs) << NUMBER_BITS
+        def at(outputs: int) -> StageAt:
+            number = None if first < 0 else first + outputs
             if not outputs:
-                return [inner if base else at_document(origins, 0, inner), base + number]
+                return StageAt(inner if base else at_document(origins, 0, inner), base, number)
             if outputs * length >= total:
-                return [at_document(origins, len(ends), inner), number]
+                return StageAt(at_document(origins, len(ends), inner), 0, number)
             document, offset = int(documents[outputs]), int(into[outputs])
-            return [at_document(origins, document, inner, before=offset > 0), offset + number]
+            return StageAt(at_document(origins, document, inner, before=offset > 0), offset, number)
 
         starts = documents[:packs]
         ordinals = with_ordinals(self._ordinals[starts], into[:packs])
@@ -488,9 +488,9 @@ class Packed:
         self._number += packs
         return Chunk(made, at, table=token_table(origins, ends, length, base, first))
 
-    def _keep_rest(self, tokens: int, cursor: At) -> None:
+    def _keep_rest(self, tokens: int, cursor: StageAt) -> None:
         """Drop delivered tokens. Documents after the last token are gone, too."""
-        self._inner, self._offset = cursor[0], self._spec.delivered(cursor[1])[0]
+        self._inner, self._offset = cursor.before, cursor.delivered
         self._total -= tokens
         gone, pending = 0, []
         for part in self._pending:

@@ -10,13 +10,13 @@ from typing import Any
 
 from midepoch.errors import CheckpointMismatchError
 from midepoch.order import Shard
-from midepoch.order.schedule import OPEN, Schedule
+from midepoch.order.schedule import Schedule
 from midepoch.order.turns import MixOrder, spans
-from midepoch.pipeline.cursor import At, Cursor
-from midepoch.pipeline.mixed import ENDED, FIRST, old_order, place_of
+from midepoch.pipeline.cursor import Cursor, FlowAt, HeldWeights, MixAt, PartAt, StageAt, are_weights, below
+from midepoch.pipeline.mixed import ENDED, place_of
 from midepoch.pipeline.node import Learned, Local, Mix, Node, Slice, StageSpec
 from midepoch.pipeline.reach import start, up_to_done
-from midepoch.pipeline.scheduled import EVENTS, Setting, is_held, setting
+from midepoch.pipeline.scheduled import Setting, setting
 from midepoch.pipeline.spec import PipelineSpec
 from midepoch.pipeline.stages import Packing
 from midepoch.state.format import unreadable
@@ -64,59 +64,47 @@ def learned_with(schedule: Schedule, before: Mix) -> Learned | None:
 
 
 def changed_schedule(
-    base: Mix, before: Mix, found: Sequence[Found], at: At, need: int | None, of: LaneContext, where: str
-) -> At:
+    base: Mix, before: Mix, found: Sequence[Found], at: FlowAt, need: int | None, of: LaneContext, where: str
+) -> FlowAt:
     """Return the cursor of a mix by a previous schedule as one of the current mix.
 
     Nothing changes if the current draws are the same: then only later phases differ. Otherwise the current weights
     apply from here on, or from the end of the outputs in progress.
     """
-    if not _fits(at, len(before.names)):
+    if not isinstance(at, MixAt) or at.clock is None or len(at.parts) != len(before.names):
         return at  # not a cursor of such a mix: refused by the check that follows
-    position, number, each, clock, *held = at
-    entries = [entry_of(one, each, {} if need == 0 else None, of) for one in found]
-    kept = [one.old for one in found] == list(range(len(before.names)))
+    same = replace(at, parts=tuple(entry_of(one, at.parts, {} if need == 0 else None, of) for one in found))
+    kept, position, held = [one.old for one in found] == list(range(len(before.names))), at.position, at.held
     if kept and (before.schedule, before.learned) == (base.schedule, base.learned):
-        return [position, number, entries, clock, *held]
-    old, new = _setting(before, each, at, of), _setting(base, entries, at, of)
-    segment = _segment(base, clock, of)
-    if held and position < held[0][0]:
-        if kept and (need == 0 or (need is not None and position + need <= held[0][0])):
-            return [position, number, entries, clock, *held]
+        return same
+    old, new = _setting(before, at, of), _setting(base, same, of)
+    segment = _segment(base, at.clock, of)
+    if held is not None and position < held.until:
+        if kept and (need == 0 or (need is not None and position + need <= held.until)):
+            return same
         raise refused("the weights before a change", "another change", where)
-    if kept and old == new and number >> EVENTS == segment:
-        return [position, number, entries, clock]
-    if not held and number >> EVENTS != _segment(before, clock, of):  # the next draw begins another segment anyway
-        return [0, (segment or 0) << EVENTS, entries, clock]
+    if kept and old == new and at.segment == segment:
+        return replace(same, held=None)
+    fresh = replace(same, position=0, change=0, segment=segment or 0, held=None)
+    if held is None and at.segment != _segment(before, at.clock, of):  # the next draw begins another segment anyway
+        return fresh
     if need == 0 or segment is None or old is None:
-        events = (number + 1) % (1 << EVENTS)
-        return [0, ((segment or 0) << EVENTS) + events, entries, clock]
+        return replace(fresh, change=at.change + 1)
     inside = need == 1 or (need is not None and old.rows is not None and position + need <= old.rows)
     if kept and inside and need is not None:
-        rows = -1 if old.rows is None else old.rows
-        return [position, number, entries, clock, [position + need, list(old.weights), rows]]
+        return replace(same, held=HeldWeights(position + need, old.weights, (), -1 if old.rows is None else old.rows))
     raise refused("the schedule", "another schedule", where)
 
 
-def _setting(mix: Mix, entries: Sequence[At], at: At, of: LaneContext) -> Setting | None:
+def _setting(mix: Mix, at: MixAt, of: LaneContext) -> Setting | None:
     assert mix.schedule is not None
-    spent = [entry[0] >= (mix.most_passes(number) or ENDED) for number, entry in enumerate(entries)]
-    return setting(mix, mix.schedule.segments(mix.names, of.lane), of.epoch, at[3], at[0], spent)
+    spent = [part.run >= (mix.most_passes(number) or ENDED) for number, part in enumerate(at.parts)]
+    return setting(mix, mix.schedule.segments(mix.names, of.lane), of.epoch, at.clock or 0, at.position, spent)
 
 
 def _segment(mix: Mix, clock: int, of: LaneContext) -> int | None:
     assert mix.schedule is not None
     return mix.schedule.segments(mix.names, of.lane).at(clock)
-
-
-def _fits(at: At, parts: int) -> bool:
-    whole = isinstance(at, list) and len(at) in (4, 5) and isinstance(at[2], list) and len(at[2]) == parts
-    return (
-        whole
-        and all(isinstance(one, int) and 0 <= one < OPEN for one in (at[0], at[1], at[3]))
-        and all(isinstance(entry, list) and len(entry) == 3 and isinstance(entry[0], int) for entry in at[2])
-        and (len(at) == 4 or is_held(at[4], parts))
-    )
 
 
 def with_weights(
@@ -131,7 +119,7 @@ def with_weights(
     mix = replace(before, learned=Learned(cursor.epoch, phase, weights))
     found = [Found(part, number, lambda at, *_: at) for number, part in enumerate(mix.parts)]
 
-    def convert(at: At, need: int | None, of: LaneContext) -> At:
+    def convert(at: FlowAt, need: int | None, of: LaneContext) -> FlowAt:
         if mix.schedule is None:
             return changed_mix(mix, found, list(before.current), True, at, need, of, "")
         return changed_schedule(mix, before, found, at, need, of, "")
@@ -146,7 +134,7 @@ def with_weights(
             if bundles is not None and lane.done:
                 made = up_to_done(spec.node, bundles, Packing(), cursor.epoch, of.lane, lane)
                 need = _drawn(spec.node, at, made.at(made.count))
-                lanes[number] = replace(lane, at=_with_base(spec.node, at, convert(_base(spec.node, at), need, of)))
+                lanes[number] = replace(lane, at=with_below(at, convert(below(at), need, of)))
             else:
                 lanes[number] = replace(lane, at=through(node, at, 0, of, convert))
     except CheckpointMismatchError:
@@ -157,32 +145,22 @@ def with_weights(
     return new, cursor._replace(lanes=lanes)
 
 
-def _drawn(node: Node, now: At, then: At) -> int | None:
+def _drawn(node: Node, now: FlowAt, then: FlowAt) -> int | None:
     """Return the outputs of the mix that are drawn up to a later cursor, with those of groups in progress there."""
     need: int | None = 0
     for stage in reversed(node.remembering):
-        need, then = needed(stage, then[1], need), then[0]
-    now = _base(node, now)
-    same = now[1] == then[1] and len(now) == len(then)
-    return int(then[0] - now[0] + need) if same and need is not None else None
+        assert isinstance(then, StageAt)
+        need, then = needed(stage, then.delivered, need), then.before
+    first, last = below(now), then
+    assert isinstance(first, MixAt)
+    assert isinstance(last, MixAt)
+    same = (first.segment, first.change, first.held is None) == (last.segment, last.change, last.held is None)
+    return last.position - first.position + need if same and need is not None else None
 
 
-def _base(node: Node, at: At) -> At:
-    """Return the cursor of the mix in the cursor of its stages."""
-    for _ in node.remembering:
-        at = at[0]
-    return at
-
-
-def _with_base(node: Node, at: At, base: At) -> At:
-    """Return the cursor of stages with another cursor of the mix."""
-    counts = []
-    for _ in node.remembering:
-        counts.append(at[1])
-        at = at[0]
-    for count in reversed(counts):
-        base = [base, count]
-    return base
+def with_below(at: FlowAt, base: FlowAt) -> FlowAt:
+    """Return the cursor of stages with another cursor below them."""
+    return replace(at, before=with_below(at.before, base)) if isinstance(at, StageAt) else base
 
 
 def phase_at(spec: PipelineSpec, cursor: Cursor) -> int:
@@ -193,10 +171,7 @@ def phase_at(spec: PipelineSpec, cursor: Cursor) -> int:
     found = []
     for number, lane in cursor.lanes.items():
         segments = mix.schedule.segments(mix.names, Shard(number, spec.lanes))
-        at = lane.at
-        for _ in spec.node.remembering:
-            at = at[0]
-        segment = segments.at(at[3])
+        segment = segments.at(below(lane.at).clock)
         found.append(segments.phases[-1 if segment is None else segment])
     return min(found, default=0)
 
@@ -210,7 +185,7 @@ class LaneContext:
     inside: bool = False
 
 
-Convert = Callable[[At, int | None, LaneContext], At]
+Convert = Callable[[FlowAt, int | None, LaneContext], FlowAt]
 """Function from a saved cursor to one of the current flow.
 
 The second argument is the number of next outputs that must stay the same, because their results were delivered in part.
@@ -231,32 +206,30 @@ class SourceRemoved(Exception):  # noqa: N818  (never leaves this package)
     """The source of the outputs in progress has been removed: there is nothing to complete."""
 
 
-def through(spec: Node, at: At, need: int | None, of: LaneContext, convert: Convert) -> At:
+def through(spec: Node, at: FlowAt, need: int | None, of: LaneContext, convert: Convert) -> FlowAt:
     """Convert the part of a cursor below the stages of a flow."""
-    skips, asked = [], need
+    base, asked = at, need
     for stage in reversed(spec.remembering):
-        if not (isinstance(at, list) and len(at) == 2 and isinstance(at[1], int)):
+        if not isinstance(base, StageAt):
             return at  # refused by the check that follows
-        need = needed(stage, at[1], need)
-        skips.append(at[1])
-        at = at[0]
+        need, base = needed(stage, base.delivered, need), base.before
     try:
-        at = convert(at, need, of)
+        return with_below(at, convert(base, need, of))
     except SourceRemoved:
         if asked != 0:
             raise
-        at, skips = convert(at, 0, of), [0] * len(skips)
-    for skip in reversed(skips):
-        at = [at, skip]
-    return at
+        return with_below(_undelivered(at), convert(base, 0, of))
+
+
+def _undelivered(at: FlowAt) -> FlowAt:
+    """Return the cursor of stages at the beginnings of their groups."""
+    return replace(at, before=_undelivered(at.before), delivered=0) if isinstance(at, StageAt) else at
 
 
 def needed(stage: StageSpec, skip: int, need: int | None) -> int | None:
     """Return the number of outputs before a stage that must stay the same, so that ``need`` of its own do."""
     if isinstance(stage, Slice):
         return need
-    if isinstance(stage, PackSpec):
-        skip = stage.delivered(skip)[0]
     if need == 0 and not skip:
         return 0
     if need is None or need > 1:
@@ -273,32 +246,31 @@ def changed_mix(
     found: Sequence[Found],
     weights: Any,
     changed: bool,
-    at: At,
+    at: FlowAt,
     need: int | None,
     of: LaneContext,
     where: str,
-) -> At:
+) -> FlowAt:
     """Return the cursor of a mix with previous weights as one of the current mix."""
-    count = len(weights) if isinstance(weights, list) else -1
-    whole = isinstance(at, list) and len(at) in (3, 4) and isinstance(at[2], list) and len(at[2]) == count
-    if not whole or not are_weights(weights) or not all(isinstance(one, int) and one >= 0 for one in at[:2]):
+    count = len(weights) if isinstance(weights, list) and are_weights(weights) else -1
+    if not isinstance(at, MixAt) or len(at.parts) != count:
         return at  # not a cursor of a mix: refused by the check that follows
-    position, schedule_version, each, *old = at
-    coming = _coming(base, weights, position, schedule_version, old, need, of)
-    entries = [entry_of(one, each, coming, of) for one in found]
+    position, held = at.position, at.held
+    coming = _coming(base, weights, at, need, of)
+    same = replace(at, parts=tuple(entry_of(one, at.parts, coming, of) for one in found))
     if not changed:
-        return [position, schedule_version, entries, *old]
-    same = [one.old for one in found] == list(range(count))
-    if same and need is not None and old and position + need <= old[0][0] > position:
-        return [position, schedule_version, entries, *old]  # what comes after the outputs in progress has changed
-    if need == 0 and not (old and position < old[0][0]):
-        return [0, schedule_version + 1, entries]
-    if coming is not None and need is not None and not old and (need == 1 or not of.inside):
+        return same
+    kept = [one.old for one in found] == list(range(count))
+    if kept and need is not None and held is not None and position + need <= held.until > position:
+        return same  # what comes after the outputs in progress has changed
+    if need == 0 and not (held is not None and position < held.until):
+        return replace(same, position=0, change=at.change + 1, held=None)
+    if coming is not None and need is not None and held is None and (need == 1 or not of.inside):
         now = {one.old: number for number, one in enumerate(found) if one.old is not None}
         gone = [number for number in coming if number not in now]
         if not gone:
-            kept = [[weight, now.get(number, -1)] for number, weight in enumerate(weights)]
-            return [position, schedule_version, entries, [position + need, kept]]
+            numbers = tuple(now.get(number, -1) for number in range(count))
+            return replace(same, held=HeldWeights(position + need, tuple(weights), numbers))
         if need == 1:
             raise SourceRemoved
     raise refused(weights, list(base.weights), where)
@@ -315,40 +287,23 @@ def refused(before: Any, now: Any, where: str) -> CheckpointMismatchError:
     )
 
 
-def _coming(
-    base: Mix,
-    weights: list[float],
-    position: int,
-    schedule_version: int,
-    old: Sequence[At],
-    need: int | None,
-    of: LaneContext,
-) -> dict[int, int] | None:
+def _coming(base: Mix, weights: list[float], at: MixAt, need: int | None, of: LaneContext) -> dict[int, int] | None:
     """Return the number of the next outputs from each part, by its saved number, or None if unknown."""
     if not need:
         return None if need is None else {}
-    if old and position < old[0][0]:
-        if position + need > old[0][0]:
-            return None
-        mapping = [number for _, number in old[0][1]]
-        sources = old_order(old[0], base.seed, of.epoch, of.lane.index, schedule_version).sources(
-            position, position + need
-        )
-        return dict(Counter(mapping[source] for source in sources.tolist()))
-    schedule = MixOrder(spans(weights), base.seed, of.epoch, of.lane.index, schedule_version)
-    return dict(Counter(schedule.sources(position, position + need).tolist()))
+    held = at.held if at.held is not None and at.position < at.held.until else None
+    if held is not None and at.position + need > held.until:
+        return None
+    counts = spans(weights if held is None else held.weights)
+    order = MixOrder(counts, base.seed, of.epoch, of.lane.index, at.change)
+    sources = order.sources(at.position, at.position + need).tolist()
+    return dict(Counter(sources if held is None else (held.parts[source] for source in sources)))
 
 
-def entry_of(one: Found, each: Sequence[At], coming: dict[int, int] | None, of: LaneContext) -> At:
-    """Return the entry of a part in the cursor of the current mix. ``coming``: next outputs by saved number."""
-    entry = [0, FIRST, start(one.spec)] if one.old is None else each[one.old]
-    if one.old is not None and isinstance(entry, list) and len(entry) == 3 and isinstance(entry[0], int):
-        need = None if coming is None else coming.get(one.old, 0)
-        inner = LaneContext(*place_of(entry[0], entry[1], of.epoch, of.lane), inside=True)
-        entry = [entry[0], entry[1], one.convert(entry[2], need, inner)]
-    return entry
-
-
-def are_weights(weights: Sequence[Any]) -> bool:
-    """Return True for weights of a mix."""
-    return any(weights) and all(isinstance(weight, (int, float)) and 0 <= weight < 1e300 for weight in weights)
+def entry_of(one: Found, parts: Sequence[PartAt], coming: dict[int, int] | None, of: LaneContext) -> PartAt:
+    """Return the cursor of a part of the current mix. ``coming``: next outputs by saved number."""
+    if one.old is None:
+        return PartAt(at=start(one.spec))
+    part, need = parts[one.old], None if coming is None else coming.get(one.old, 0)
+    inner = LaneContext(*place_of(part.run, part.stage, of.epoch, of.lane), inside=True)
+    return replace(part, at=one.convert(part.at, need, inner))

@@ -36,8 +36,7 @@ from midepoch._internal.values import LARGEST
 from midepoch.errors import CheckpointMismatchError, StateError
 from midepoch.order import Order, Selection, Shard, Shuffle, Weighted
 from midepoch.order.intervals import EMPTY, Intervals
-from midepoch.pipeline.cursor import Cursor, LaneCursor, WindowAt
-from midepoch.pipeline.reach import is_count
+from midepoch.pipeline.cursor import Cursor, LaneCursor, WindowAt, flow_cursor, is_count, listed
 
 VERSION = 1
 KEY = "midepoch"
@@ -173,7 +172,7 @@ _DEFAULTS: dict[str, Any] = {
 }
 _MOST_LANES = 1 << 16
 _DEEPEST = 100
-"""Levels of a cursor or a description: one for each stage, and three for each mix in a mix."""
+"""Levels of a description: one for each mix in a mix."""
 
 
 @dataclass(frozen=True)
@@ -269,7 +268,7 @@ def parts_to_json(described: Mapping[str, Any]) -> list[Any]:
 def _part_to_json(name: str, value: Any) -> Any:
     if name == "parts":
         return [parts_to_json(part) for part in value]
-    return plain(list(value)) if isinstance(value, (list, tuple)) else value
+    return list(value) if isinstance(value, (list, tuple)) else value
 
 
 def parts_from_json(value: Any, depth: int = 0) -> dict[str, Any]:
@@ -289,18 +288,13 @@ def lane_to_json(lane: LaneCursor) -> list[Any]:
         return [lane.taken]
     if isinstance(at, WindowAt):
         at = [lane_to_json(at.rows), at.first, at.checksum]
+    elif at is not None:
+        at = listed(at)
     spared = [[key, rows.encode()] for key, rows in lane.spared.items() if rows]
-    found = [lane.taken, plain(at), lane.excluded.encode(), lane.ahead.encode(), int(lane.ended), spared]
+    found = [lane.taken, at, lane.excluded.encode(), lane.ahead.encode(), int(lane.ended), spared]
     while len(found) > 1 and not found[-1]:
         found.pop()
     return found
-
-
-def plain(at: Any, depth: int = 0) -> Any:
-    """Return a cursor of stages as new lists of numbers."""
-    if depth > _DEEPEST:
-        raise unreadable("'cursor' is too deep")
-    return [plain(one, depth + 1) for one in at] if isinstance(at, list) else at
 
 
 def lane_from_json(value: Any, unit: str) -> LaneCursor:
@@ -315,11 +309,15 @@ def lane_from_json(value: Any, unit: str) -> LaneCursor:
         if not (isinstance(at, list) and len(at) == 3 and is_count(at[1]) and is_count(at[2]) and at[1] <= taken):
             raise damaged("cursor", value)
         at = WindowAt(lane_from_json(at[0], ""), at[1], at[2])
+    elif at is not None:
+        try:
+            at = flow_cursor(at)
+        except ValueError:
+            raise damaged("cursor", value) from None
     rows = _pairs(spared, "cursor")
     if not all(isinstance(text, str) for text in rows.values()):
         raise damaged("cursor", value)
     sets = [Intervals.decode(text).from_(taken) for text in (excluded, ahead)]
-    at = at if isinstance(at, WindowAt) else plain(at)
     kept = {str(key): Intervals.decode(text) for key, text in rows.items()}
     return LaneCursor(taken, at, sets[0], sets[1], bool(ended), kept)
 

@@ -11,7 +11,7 @@ from typing import Any
 from midepoch.errors import CheckpointMismatchError
 from midepoch.order import Shuffle, Weighted
 from midepoch.order.shuffle import SCOPES
-from midepoch.pipeline.cursor import At
+from midepoch.pipeline.cursor import ConcatAt, FlowAt, ZipAt
 from midepoch.pipeline.leaf import Leaf
 from midepoch.pipeline.node import Concat, Mix, Node, Zip
 from midepoch.pipeline.spec import DEFAULTS, describe
@@ -100,16 +100,15 @@ class Matched:
         ]
         converts = [convert for _, convert in both]
 
-        def convert(at: At, need: int | None, of: LaneContext) -> At:
-            if not isinstance(at, list):
-                return at
+        def convert(at: FlowAt, need: int | None, of: LaneContext) -> FlowAt:
             if self.mixed and (need is None or need > 1):
                 raise refused("another mix", "inside of a zip or concat", where)  # it may affect the next outputs
             of = replace(of, inside=True)
-            if isinstance(base, Zip):
-                return [one(inner, need, of) for one, inner in zip(converts, at, strict=False)]
-            known = len(at) == 2 and isinstance(at[0], int) and 0 <= at[0] < len(converts)
-            return [at[0], converts[at[0]](at[1], need, of)] if known else at
+            if isinstance(at, ZipAt) and len(at.parts) == len(converts):
+                return ZipAt(tuple(one(inner, need, of) for one, inner in zip(converts, at.parts, strict=True)))
+            if isinstance(at, ConcatAt) and at.number < len(converts):
+                return ConcatAt(at.number, converts[at.number](at.at, need, of))
+            return at  # refused by the check that follows
 
         return replace(spec, base=replace(base, parts=tuple(part for part, _ in both))), convert
 

@@ -10,7 +10,7 @@ from midepoch.errors import CheckpointMismatchError, StateError
 from midepoch.order import Shard
 from midepoch.order.budget import in_words
 from midepoch.order.intervals import EMPTY, Intervals
-from midepoch.pipeline.cursor import Cursor, LaneCursor, WindowAt
+from midepoch.pipeline.cursor import Cursor, LaneCursor, StageAt, WindowAt
 from midepoch.pipeline.leaf import Leaf
 from midepoch.pipeline.node import Node
 from midepoch.pipeline.planned import PlannedEpoch, Planning, changed_budget, window_at
@@ -472,10 +472,10 @@ def _rebudgeted(at: Any, before: str, spec: PipelineSpec) -> Any:
     if before == after:
         return at
     if not before:
-        return [at, 0]
-    if not (isinstance(at, list) and len(at) == 2 and isinstance(at[1], int)):
+        return StageAt(at, 0, 0)
+    if not isinstance(at, StageAt):
         return at  # refused by the check that follows
-    if at[1]:
+    if at.delivered:
         raise CheckpointMismatchError(
             "batches",
             in_words(before),
@@ -483,7 +483,7 @@ def _rebudgeted(at: Any, before: str, spec: PipelineSpec) -> Any:
             "the state is in the middle of a window of rows whose lengths are known only when they are made, so its "
             "batches cannot be formed by another budget. Resume with the same max_tokens, and change it after an epoch",
         )
-    return at if budget is not None else at[0]
+    return at if budget is not None else at.before
 
 
 def _shard(saved: Saved, spec: PipelineSpec) -> tuple[int, int]:

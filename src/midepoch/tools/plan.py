@@ -26,7 +26,7 @@ from midepoch.loader.options import Options, check_drop
 from midepoch.loader.plans import make_plan
 from midepoch.order import EpochOrder, Shard
 from midepoch.order.budget import Budget
-from midepoch.pipeline.cursor import Cursor
+from midepoch.pipeline.cursor import Cursor, listed
 from midepoch.pipeline.lanes import Share, estimated_length
 from midepoch.pipeline.planned import Planning
 from midepoch.pipeline.plans import Plan, TokenPlan
@@ -269,7 +269,7 @@ def _left_of_lanes(spec: PipelineSpec, cursor: Cursor, ranks: tuple[int, int], l
     blocks: dict[int, set[int]] = {}
     for lane in lanes:
         at = cursor.lanes[lane].at if lane in cursor.lanes else fresh
-        for place in places(tree, at, cursor.epoch, Shard(lane, spec.lanes)):
+        for place in places(tree, listed(at, counts=True), cursor.epoch, Shard(lane, spec.lanes)):
             leaf = spec.leaves[place.leaf]
             first, total = place.row, place.lane.before(leaf.rows)
             if first < 0 or first >= total:

@@ -24,7 +24,7 @@ from midepoch.open import from_files
 from midepoch.order.schedule import OPEN, Schedule, shares
 from midepoch.order.selection import Shard
 from midepoch.order.turns import Turns, count, draw_of
-from midepoch.pipeline.scheduled import EVENTS
+from midepoch.pipeline.scheduled import draw_number
 from midepoch.transforms.encode import Tokenize
 
 FloatArray = npt.NDArray[np.float64]
@@ -182,7 +182,7 @@ def _run(
                 found.end = (phase, position)
                 return found
             length = stop - position if stop < OPEN else None
-            draws = make(active, length, (segment << EVENTS) + events)
+            draws = make(active, length, draw_number(segment, events))
             beyond = draws.first_beyond({source: rows for source, rows in left.items() if active[source]})
             if beyond is None and length is None:  # it has no end
                 endless = np.where(np.array(active) > 0, np.inf, 0.0)

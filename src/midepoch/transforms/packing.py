@@ -29,10 +29,6 @@ Int64Array = npt.NDArray[np.int64]
 Values = npt.NDArray[Any]
 
 STRATEGIES = ("concat", "best_fit")
-NUMBER_BITS = 32
-"""Bits of the delivered tokens of a document, in the cursor of a ``pack`` by a schedule. The number of the next
-sequence in its lane is above them.
-"""
 LABELS, IGNORED = "labels", -100
 """The column for the loss, and the value that torch's cross entropy and the models of transformers leave out."""
 
@@ -72,13 +68,6 @@ class PackSpec:
         parts = ["schedule" if self.schedule else str(self.length), self.strategy, self.column]
         parts += [f"eos={self.eos}"] * (self.eos is not None) + [f"window={self.window}"] * (self.strategy != "concat")
         return f"pack[{' '.join([*parts, 'drop'] if self.drop_remainder else parts)}]"
-
-    def delivered(self, count: int) -> tuple[int, int]:
-        """Return the delivered tokens of a document, and the sequences before it if there is a schedule.
-
-        ``count``: the integer that a cursor has for both.
-        """
-        return (count, 0) if self.schedule is None else (count % (1 << NUMBER_BITS), count >> NUMBER_BITS)
 
     @property
     def columns(self) -> tuple[str, ...]:
