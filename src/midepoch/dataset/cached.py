@@ -16,6 +16,7 @@ from midepoch._internal.digest import UndigestibleError, digest_of
 from midepoch._internal.progress import Progress, shown
 from midepoch.dataset import parts
 from midepoch.dataset.parts import PartWriter
+from midepoch.dataset.reading import classes_of, features_of
 from midepoch.errors import DataNotFoundError, MidepochError, StateError
 from midepoch.order import Order, Selection
 from midepoch.pipeline.leaf import Leaf
@@ -187,9 +188,9 @@ class _Writer:
     def _with_features(self, schema: pa.Schema) -> pa.Schema:
         """Return the schema with the Hugging Face features of its columns, if there are any."""
         plain = schema.remove_metadata()
-        if any(leaf.source.features for leaf in self.ds.pipeline.node.leaves) or self.ds._classes():
+        if any(leaf.source.features for leaf in self.ds.pipeline.node.leaves) or classes_of(self.ds):
             with suppress(MidepochError, ImportError):
-                return plain.with_metadata(self.ds._features_of(plain).arrow_schema.metadata)
+                return plain.with_metadata(features_of(self.ds, plain).arrow_schema.metadata)
         return plain
 
     def _finish(self, tables: list[pa.Table], rows: int, state: Any) -> None:

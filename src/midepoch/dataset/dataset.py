@@ -12,12 +12,12 @@ from midepoch._internal import html
 from midepoch._internal.hints import Elsewhere, hinted_methods, instead, no_attribute
 from midepoch._internal.resumable import Resumable
 from midepoch._internal.values import integer
-from midepoch.dataset import habits
+from midepoch.dataset import habits, reading, rows, steps
 from midepoch.dataset.cached import cached
-from midepoch.dataset.reading import Reading
-from midepoch.iteration.iterators import BatchIterator, RowIterator
+from midepoch.iteration.iterators import BatchIterator, RandomAccess, RowIterator
 from midepoch.iteration.state import (
     IterationState,
+    is_registered,
     register_with_torch,
     warn_of_dropped_rows,
     warn_of_plain_trainer,
@@ -28,6 +28,7 @@ from midepoch.pipeline.leaf import Leaf
 from midepoch.pipeline.node import Mix, Node, StageSpec
 from midepoch.pipeline.spec import PipelineSpec
 from midepoch.transforms import Decode, FilterExpression, Function, SelectColumns, Step
+from midepoch.transforms.batch import check_columns
 from midepoch.transforms.formats import ITEMS, check_format
 from midepoch.transforms.media.images import installed
 from midepoch.transforms.packing import PackSpec
@@ -35,6 +36,7 @@ from midepoch.transforms.packing import PackSpec
 if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
+    import pyarrow as pa
     from typing_extensions import Self
 
     from midepoch.loader import Loader
@@ -52,7 +54,7 @@ _SHOWN = 3
 
 
 @hinted_methods(habits.METHODS)
-class Dataset(Reading, Resumable):
+class Dataset(Resumable):
     """Rows of one or several sources, in an order, after some steps; iterable and resumable.
 
     Iterating yields the rows of the current epoch (``set_epoch``), each a dict. ``iter()`` starts at the beginning of
@@ -64,6 +66,8 @@ class Dataset(Reading, Resumable):
     """
 
     _iteration_type: type[IterationState] = IterationState
+    _default_scope: str | None = None
+    _access: RandomAccess | None
 
     def __init__(self, spec: PipelineSpec, cursor: Cursor | None = None, *, named: bool = False) -> None:
         if not isinstance(spec, PipelineSpec):
@@ -169,7 +173,7 @@ class Dataset(Reading, Resumable):
         spec, at, about = self.pipeline, self._iteration.cursor(), self.estimated_len
         shuffle = spec.node.base.order.shuffle if isinstance(spec.node.base, Leaf) else None
         fields = ", ".join(
-            f"{field.name} ({self._feature(field.name) or field.type})" for field in self._schema_before_running
+            f"{field.name} ({self._feature(field.name) or field.type})" for field in reading.schema_before_running(self)
         )[:2000]
         shown = {
             "rows": f"{_count(about, spec.numbered is not None)} in {spec.files_text}",
@@ -194,11 +198,35 @@ class Dataset(Reading, Resumable):
             return []
         return found
 
-    # Steps
+    # Steps: a dataset is frozen, and each of these returns another one
 
-    @property
-    def _is_begun(self) -> bool:
-        return self._iteration.start.begun
+    select_columns = steps.select_columns
+    remove_columns = steps.remove_columns
+    rename_columns = steps.rename_columns
+    rename_column = steps.rename_column
+    cast = steps.cast
+    cast_column = steps.cast_column
+    class_encode_column = reading.class_encode_column
+    map = steps.map
+    with_transform = steps.with_transform
+    filter = steps.filter
+    flat_map = steps.flat_map
+    unbatch = steps.unbatch
+    tokenize = steps.tokenize
+    decode = steps.decode
+    batch = steps.batch
+    pack = steps.pack
+    slice = rows.slice
+    take = rows.take
+    skip = rows.skip
+    select = rows.select
+    train_test_split = rows.train_test_split
+    shuffle = rows.shuffle
+    weighted = rows.weighted
+    balanced = rows.balanced
+    sort = rows.sort
+    with_lanes = rows.with_lanes
+    shard = rows.shard
 
     @property
     def _functions(self) -> int:
@@ -259,7 +287,7 @@ class Dataset(Reading, Resumable):
     def _with_step(self, step: Step) -> Self:
         node = self.pipeline.node
         if isinstance(step, FilterExpression) and isinstance(node.base, Leaf) and not (node.base.tail or node.stages):
-            step.columns(self._schema_before_running)
+            step.columns(reading.schema_before_running(self))
         return self._with_node(node.with_step(step))
 
     def _with_stage(self, stage: StageSpec) -> Self:
@@ -271,16 +299,12 @@ class Dataset(Reading, Resumable):
             base = replace(base, tokens=counted)
         return self._with_node(Node(base, (*node.stages, stage)))
 
-    @property
-    def _node(self) -> Node:
-        return self.pipeline.node
-
     def _with_node(self, node: Node) -> Self:
         _ = node.known_columns  # an unknown column is an error here, not in an hour
         spec = self.pipeline
         lanes = spec.lanes if spec.lanes_chosen or node.has_positions else 1  # not the lanes that shard() chose
         if spec.lanes_chosen:
-            self._check_lanes(lanes, node)
+            rows.check_lanes(lanes, node)
         keeps = spec.numbered is not None and node.has_positions
         return self._derive(replace(spec, node=node, lanes=lanes), same_positions=keeps)
 
@@ -293,6 +317,69 @@ class Dataset(Reading, Resumable):
                 "Slice, shuffle and add steps first, then load the state."
             )
         return type(self)(spec, start._replace(epoch=self.epoch), named=self._iteration.shared.named)
+
+    # Reading
+
+    unique = reading.unique
+    lengths = reading.lengths
+    to_pandas = reading.to_pandas
+
+    @property
+    def num_rows(self) -> int:
+        """The number of rows, as ``len()`` returns it."""
+        return len(self)
+
+    @property
+    def num_columns(self) -> int:
+        """The number of columns."""
+        return len(self.column_names)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """The numbers of rows and of columns."""
+        return len(self), self.num_columns
+
+    @property
+    def column_names(self) -> list[str]:
+        """The columns of a row. If they are known only after a function has run, this runs the first rows."""
+        return reading.column_names(self)
+
+    @property
+    def schema(self) -> pa.Schema:
+        """The Arrow schema of a row. If it is known only after a function has run, this runs the first rows."""
+        return reading.schema(self)
+
+    @property
+    def features(self) -> Any:
+        """The ``datasets.Features`` of a row. Columns that keep their type keep their feature (class names, …)."""
+        return reading.features_of(self, self.schema)
+
+    def __getitem__(self, key: Any) -> Any:
+        """Return row i of this epoch's order, equal to ``list(ds)[i]``.
+
+        A slice or list of numbers returns columns. The name of a column returns that column, read when it is used.
+        """
+        if isinstance(key, str):
+            check_columns([key], self._columns or [key], f"ds[{key!r}]")
+            return reading.Column(self, key)
+        if self.pipeline.numbered is None:
+            raise TypeError(
+                f"this dataset has no positions to index by ({self.pipeline.node.text}), and its length is only "
+                "estimated (estimated_len). Iterate it, or index the dataset that it was made from."
+            )
+        return reading.by_number(self).get(key, self.epoch, len(self))
+
+    def __getitems__(self, keys: Sequence[int]) -> Any:
+        """Raise TypeError: torch requests batches of a map-style dataset in this way, and this one is iterable."""
+        if is_registered(type(self)):
+            raise TypeError(
+                "torch's Subset and random_split make a map-style dataset of this one, which cannot be resumed. Use "
+                "ds.train_test_split(test_size=0.1), ds.slice('90%') or ds.select(indices), and ds.loader(batch_size)."
+            )
+        raise TypeError(
+            "DataLoader treats this dataset as map-style, because torch was imported after it was created. Import "
+            "torch first, or use ds.loader(batch_size, num_workers=…)."
+        )
 
     # Iteration
 

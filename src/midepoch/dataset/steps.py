@@ -1,18 +1,18 @@
-"""The steps of a dataset that run a function or combine rows, one call each."""
+"""The methods of a dataset that run a function or combine rows. Every call returns a new dataset."""
 
 from __future__ import annotations
 
 import inspect
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
 from midepoch._internal.values import integer
 from midepoch.errors import ColumnError
 from midepoch.order.schedule import Schedule
-from midepoch.pipeline.node import Node, Rebatch, StageSpec
+from midepoch.pipeline.node import Node, Rebatch
 from midepoch.transforms import (
     Cast,
     Decode,
@@ -23,12 +23,11 @@ from midepoch.transforms import (
     RemoveColumns,
     RenameColumns,
     SelectColumns,
-    Step,
     Unbatch,
 )
 from midepoch.transforms.batch import check_columns
 from midepoch.transforms.columns import inside, types_by_name
-from midepoch.transforms.encode import Tokenize, Transform
+from midepoch.transforms.encode import ClassCodes, Tokenize, Transform
 from midepoch.transforms.formats import ITEM
 from midepoch.transforms.items import NAME_COLUMNS, OfItem
 from midepoch.transforms.media import decoder_of
@@ -37,7 +36,10 @@ from midepoch.transforms.packing import LABELS, PackSpec
 if TYPE_CHECKING:
     import pyarrow as pa
     import pyarrow.compute as pc
-    from typing_extensions import Self
+
+    from midepoch.dataset.dataset import Dataset
+
+D = TypeVar("D", bound="Dataset")
 
 
 def names_of(names: str | Sequence[str]) -> tuple[str, ...]:
@@ -45,413 +47,386 @@ def names_of(names: str | Sequence[str]) -> tuple[str, ...]:
     return (names,) if isinstance(names, str) else tuple(names)
 
 
-class Steps:
-    """The methods of a dataset that run a function, or combine rows. Every call returns a new dataset."""
+def select_columns(self: D, column_names: str | Sequence[str]) -> D:
+    """Keep only these columns. The others are not read."""
+    return self._with_step(SelectColumns(names_of(column_names)))
 
-    def _with_step(self, step: Step) -> Self:
-        raise NotImplementedError
 
-    def _with_stage(self, stage: StageSpec) -> Self:
-        raise NotImplementedError
+def remove_columns(self: D, column_names: str | Sequence[str]) -> D:
+    """Remove these columns."""
+    return self._with_step(RemoveColumns(names_of(column_names)))
 
-    @property
-    def _node(self) -> Node:
-        raise NotImplementedError
 
-    @property
-    def _functions(self) -> int:
-        """The number of functions so far, which separates their generators."""
-        raise NotImplementedError
+def rename_columns(self: D, column_mapping: Mapping[str, str]) -> D:
+    """Rename columns."""
+    if not isinstance(column_mapping, Mapping):
+        raise TypeError(f"rename_columns takes {{old: new}}, got {column_mapping!r:.60}")
+    return self._with_step(RenameColumns(tuple(column_mapping.items())))
 
-    @property
-    def _input_format(self) -> str:
-        raise NotImplementedError
 
-    @property
-    def _columns(self) -> tuple[str, ...] | None:
-        """The columns, or None if they are known only after a map has run."""
-        raise NotImplementedError
+def rename_column(self: D, original_column_name: str, new_column_name: str) -> D:
+    """Rename one column."""
+    return self.rename_columns({original_column_name: new_column_name})
 
-    @property
-    def _lists(self) -> tuple[str, ...] | None:
-        """The columns that contain lists, or None if they are known only after a map has run."""
-        raise NotImplementedError
 
-    @property
-    def _tensors(self) -> bool:
-        """True if functions get tensors of torch for arrays: in the torch format, and in none."""
-        raise NotImplementedError
+def cast(self: D, columns: Mapping[str, Any] | pa.Schema) -> D:
+    """Convert columns to these Arrow types: ``cast({"label": "int32", "ids": pa.list_(pa.int32())})``.
 
-    @property
-    def _skips(self) -> bool:
-        """True if damaged rows of a source are skipped."""
-        raise NotImplementedError
+    The type of a number converts the items of a column of lists. Results of functions have the types of their
+    values, which may differ between batches. A cast makes them equal.
+    """
+    types = types_by_name(columns)
+    if self._columns is not None:
+        check_columns([name for name, _ in types], self._columns, "cast")
+    known = self.pipeline.node.known
+    if known.certain:
+        types = tuple((name, inside(known.columns[name].kind, kind)) for name, kind in types)
+    return self._with_step(Cast(types))
 
-    def _feature(self, column: str) -> str | None:
-        """Return the name of the Hugging Face feature of a column ("Image"), or None."""
-        raise NotImplementedError
 
-    def select_columns(self, column_names: str | Sequence[str]) -> Self:
-        """Keep only these columns. The others are not read."""
-        return self._with_step(SelectColumns(names_of(column_names)))
+def cast_column(self: D, column: str, feature: Any) -> D:
+    """Convert one column to an Arrow type, or to that of a Hugging Face feature (``Value``, ``List``, …).
 
-    def remove_columns(self, column_names: str | Sequence[str]) -> Self:
-        """Remove these columns."""
-        return self._with_step(RemoveColumns(names_of(column_names)))
+    A ``ClassLabel`` replaces the names of classes by their numbers.
+    """
+    if type(feature).__name__ == "ClassLabel" and getattr(feature, "names", None):
+        return with_classes(self, column, tuple(feature.names))
+    return self.cast({column: feature})
 
-    def rename_columns(self, column_mapping: Mapping[str, str]) -> Self:
-        """Rename columns."""
-        if not isinstance(column_mapping, Mapping):
-            raise TypeError(f"rename_columns takes {{old: new}}, got {column_mapping!r:.60}")
-        return self._with_step(RenameColumns(tuple(column_mapping.items())))
 
-    def rename_column(self, original_column_name: str, new_column_name: str) -> Self:
-        """Rename one column."""
-        return self.rename_columns({original_column_name: new_column_name})
+def with_classes(self: D, column: str, names: tuple[str, ...]) -> D:
+    """Replace the names of classes in a column by their numbers."""
+    made = function_arguments(self, ClassCodes(column, names), "class_encode_column", True, 1000, False, False, column)
+    return self._with_step(Map(**made, rowwise=True, seed_globals=False))
 
-    def cast(self, columns: Mapping[str, Any] | pa.Schema) -> Self:
-        """Convert columns to these Arrow types: ``cast({"label": "int32", "ids": pa.list_(pa.int32())})``.
 
-        The type of a number converts the items of a column of lists. Results of functions have the types of their
-        values, which may differ between batches. A cast makes them equal.
-        """
-        types = types_by_name(columns)
+def map(  # noqa: A001  (the name of the method)
+    self: D,
+    function: Callable[..., Any],
+    batched: bool = False,
+    batch_size: int = 1000,
+    *,
+    drop_last_batch: bool = False,
+    one_to_one: bool = True,
+    with_indices: bool = False,
+    with_generator: bool | str = False,
+    input_columns: str | Sequence[str] | None = None,
+    remove_columns: str | Sequence[str] | None = None,
+    fn_kwargs: Mapping[str, Any] | None = None,
+    seed_globals: bool = True,
+    on_error: str = "raise",
+) -> D:
+    """Apply a function to each row (or, ``batched``, to groups of rows), and update the row with its result.
+
+    The function gets a dict (or the values of ``input_columns``), then, if requested, the row's number in the
+    dataset before shuffling, then a generator that depends only on the seed, the epoch and the row (``batched``: a
+    list of each). It must return one row for each row.
+
+    - ``with_generator=True``: a ``numpy.random.Generator``; "torch": a ``torch.Generator`` on the CPU
+    - ``seed_globals=False``: ``random``, ``numpy.random`` and torch are not seeded for each row. What
+      the function draws from them then differs after a resume. Saves 9 µs for each call
+    - ``one_to_one=False`` (``batched`` only): the function may return more or fewer rows, which replace its input
+    - ``drop_last_batch`` (``batched`` only): a last group of less than ``batch_size`` rows is omitted, in each lane
+    - ``on_error="skip"``: rows on which it raises are dropped
+
+    After the first two, the number of rows is not known. After ``with_format("arrow")`` a function gets an Arrow
+    table and may return one, whose columns replace all others.
+    """
+    if drop_last_batch and not batched:
+        raise ValueError("drop_last_batch=True requires batched=True")
+    if not one_to_one and not batched:
+        raise ValueError("one_to_one=False requires batched=True. Use flat_map for a function of one row.")
+    step = Map(
+        **function_arguments(self, function, "map", batched, batch_size, with_indices, with_generator, input_columns),
+        remove_columns=names_of(remove_columns or ()),
+        fn_kwargs=dict(fn_kwargs or {}),
+        seed_globals=seed_globals,
+        on_error=_on_error(on_error),
+        one_to_one=one_to_one,
+        drop_last=drop_last_batch,
+    )
+    if self._columns is not None:
+        check_columns(step.remove_columns, self._columns, f"map({step.name})")
+    return self._with_step(step)
+
+
+def with_transform(
+    self: D, transform: Callable[[dict[str, Any]], Any], columns: str | Sequence[str] | None = None
+) -> D:
+    """Apply a transform of ``datasets``: a function from a batch to a batch, whose columns replace all others.
+
+    It gets batches of one row, so that its results are the same after any resume. ``columns``: the only columns to
+    read. Use ``map`` for functions of single rows, and ``map(batched=True)`` for those that need many.
+    """
+    if not callable(transform):
+        raise TypeError(f"with_transform takes a function, got {transform!r}")
+    ds = self if columns is None else self.select_columns(columns)
+    return ds._with_step(
+        Map(**function_arguments(ds, Transform(transform), "with_transform", False, 1, False, False, None))
+    )
+
+
+def filter(  # noqa: A001
+    self: D,
+    condition: Callable[..., Any] | pc.Expression,
+    batched: bool = False,
+    batch_size: int = 1000,
+    *,
+    with_indices: bool = False,
+    with_generator: bool | str = False,
+    input_columns: str | Sequence[str] | None = None,
+    fn_kwargs: Mapping[str, Any] | None = None,
+    seed_globals: bool = True,
+    on_error: str = "raise",
+) -> D:
+    """Keep the rows for which a function of a row (see ``map``), or a pyarrow expression, is true.
+
+    Expressions (``pyarrow.compute.field("n") > 3``) are evaluated for thousands of rows in one call. Null is not
+    true.
+    """
+    compute = sys.modules.get("pyarrow.compute")  # an expression implies that it is imported: 50 ms
+    if compute is not None and isinstance(condition, compute.Expression):
+        return self._with_step(FilterExpression(condition))
+    step = FilterRows(
+        **function_arguments(
+            self, condition, "filter", batched, batch_size, with_indices, with_generator, input_columns
+        ),
+        fn_kwargs=dict(fn_kwargs or {}),
+        seed_globals=seed_globals,
+        on_error=_on_error(on_error),
+    )
+    return self._with_step(step)
+
+
+def flat_map(
+    self: D,
+    function: Callable[..., Any],
+    *,
+    with_indices: bool = False,
+    with_generator: bool | str = False,
+    input_columns: str | Sequence[str] | None = None,
+    fn_kwargs: Mapping[str, Any] | None = None,
+    seed_globals: bool = True,
+    on_error: str = "raise",
+) -> D:
+    """Replace each row by the rows that a function returns (a list of dicts, possibly empty)."""
+    step = FlatMap(
+        **function_arguments(self, function, "flat_map", False, 1, with_indices, with_generator, input_columns),
+        fn_kwargs=dict(fn_kwargs or {}),
+        seed_globals=seed_globals,
+        on_error=_on_error(on_error),
+    )
+    return self._with_step(step)
+
+
+def unbatch(self: D, columns: str | Sequence[str] | None = None) -> D:
+    """Make a row for each element of lists, in all columns that contain lists or in these.
+
+    Other columns are repeated. After a map, which may return lists in any column, name the columns.
+    """
+    if columns is not None:
+        names = names_of(columns)
         if self._columns is not None:
-            check_columns([name for name, _ in types], self._columns, "cast")
-        known = self._node.known
-        if known.certain:
-            types = tuple((name, inside(known.columns[name].kind, kind)) for name, kind in types)
-        return self._with_step(Cast(types))
-
-    def cast_column(self, column: str, feature: Any) -> Self:
-        """Convert one column to an Arrow type, or to that of a Hugging Face feature (``Value``, ``List``, …).
-
-        A ``ClassLabel`` replaces the names of classes by their numbers.
-        """
-        if type(feature).__name__ == "ClassLabel" and getattr(feature, "names", None):
-            return self._with_classes(column, tuple(feature.names))
-        return self.cast({column: feature})
-
-    def _with_classes(self, column: str, names: tuple[str, ...]) -> Self:
-        raise NotImplementedError
-
-    def map(
-        self,
-        function: Callable[..., Any],
-        batched: bool = False,
-        batch_size: int = 1000,
-        *,
-        drop_last_batch: bool = False,
-        one_to_one: bool = True,
-        with_indices: bool = False,
-        with_generator: bool | str = False,
-        input_columns: str | Sequence[str] | None = None,
-        remove_columns: str | Sequence[str] | None = None,
-        fn_kwargs: Mapping[str, Any] | None = None,
-        seed_globals: bool = True,
-        on_error: str = "raise",
-    ) -> Self:
-        """Apply a function to each row (or, ``batched``, to groups of rows), and update the row with its result.
-
-        The function gets a dict (or the values of ``input_columns``), then, if requested, the row's number in the
-        dataset before shuffling, then a generator that depends only on the seed, the epoch and the row (``batched``: a
-        list of each). It must return one row for each row.
-
-        - ``with_generator=True``: a ``numpy.random.Generator``; "torch": a ``torch.Generator`` on the CPU
-        - ``seed_globals=False``: ``random``, ``numpy.random`` and torch are not seeded for each row. What
-          the function draws from them then differs after a resume. Saves 9 µs for each call
-        - ``one_to_one=False`` (``batched`` only): the function may return more or fewer rows, which replace its input
-        - ``drop_last_batch`` (``batched`` only): a last group of less than ``batch_size`` rows is omitted, in each lane
-        - ``on_error="skip"``: rows on which it raises are dropped
-
-        After the first two, the number of rows is not known. After ``with_format("arrow")`` a function gets an Arrow
-        table and may return one, whose columns replace all others.
-        """
-        if drop_last_batch and not batched:
-            raise ValueError("drop_last_batch=True requires batched=True")
-        if not one_to_one and not batched:
-            raise ValueError("one_to_one=False requires batched=True. Use flat_map for a function of one row.")
-        step = Map(
-            **self._function(function, "map", batched, batch_size, with_indices, with_generator, input_columns),
-            remove_columns=names_of(remove_columns or ()),
-            fn_kwargs=dict(fn_kwargs or {}),
-            seed_globals=seed_globals,
-            on_error=_on_error(on_error),
-            one_to_one=one_to_one,
-            drop_last=drop_last_batch,
+            check_columns(names, self._columns, "unbatch")
+        return self._with_step(Unbatch(names))
+    lists = self._lists
+    if lists is None:
+        raise ColumnError(
+            "unbatch: the columns that contain lists are not known before a map has run. Name them: "
+            "unbatch(['tokens'])."
         )
-        if self._columns is not None:
-            check_columns(step.remove_columns, self._columns, f"map({step.name})")
-        return self._with_step(step)
+    if not lists:
+        raise ColumnError(f"unbatch: none of the columns {', '.join(self._columns or ())} contains lists.")
+    return self._with_step(Unbatch(lists, given=False))
 
-    def with_transform(
-        self, transform: Callable[[dict[str, Any]], Any], columns: str | Sequence[str] | None = None
-    ) -> Self:
-        """Apply a transform of ``datasets``: a function from a batch to a batch, whose columns replace all others.
 
-        It gets batches of one row, so that its results are the same after any resume. ``columns``: the only columns to
-        read. Use ``map`` for functions of single rows, and ``map(batched=True)`` for those that need many.
-        """
-        if not callable(transform):
-            raise TypeError(f"with_transform takes a function, got {transform!r}")
-        ds = self if columns is None else self.select_columns(columns)
-        return ds._with_step(Map(**ds._function(Transform(transform), "with_transform", False, 1, False, False, None)))
+def tokenize(
+    self: D,
+    tokenizer: Any,
+    column: str = "text",
+    *,
+    output: str = "input_ids",
+    batch_size: int = 1000,
+    **options: Any,
+) -> D:
+    """Tokenize a text column: ``column`` is replaced by ``output``, with a Hugging Face tokenizer.
 
-    def filter(
-        self,
-        condition: Callable[..., Any] | pc.Expression,
-        batched: bool = False,
-        batch_size: int = 1000,
-        *,
-        with_indices: bool = False,
-        with_generator: bool | str = False,
-        input_columns: str | Sequence[str] | None = None,
-        fn_kwargs: Mapping[str, Any] | None = None,
-        seed_globals: bool = True,
-        on_error: str = "raise",
-    ) -> Self:
-        """Keep the rows for which a function of a row (see ``map``), or a pyarrow expression, is true.
-
-        Expressions (``pyarrow.compute.field("n") > 3``) are evaluated for thousands of rows in one call. Null is not
-        true.
-        """
-        compute = sys.modules.get("pyarrow.compute")  # an expression implies that it is imported: 50 ms
-        if compute is not None and isinstance(condition, compute.Expression):
-            return self._with_step(FilterExpression(condition))
-        step = FilterRows(
-            **self._function(condition, "filter", batched, batch_size, with_indices, with_generator, input_columns),
-            fn_kwargs=dict(fn_kwargs or {}),
-            seed_globals=seed_globals,
-            on_error=_on_error(on_error),
+    ``options`` are passed to the tokenizer (``add_special_tokens=False``, ``truncation=True`` …). Workers tokenize
+    in processes of their own, each with one thread.
+    """
+    if not callable(tokenizer) and not hasattr(tokenizer, "encode_batch"):
+        raise TypeError(f"tokenize takes a tokenizer of transformers or tokenizers, got {tokenizer!r}")
+    unknown = sorted(options.keys() - {"add_special_tokens", "is_pretokenized"})
+    if unknown and hasattr(tokenizer, "encode_batch"):
+        raise TypeError(
+            f"tokenize: {', '.join(unknown)} are options of transformers. Set them on a tokenizer of tokenizers "
+            "itself (enable_truncation, enable_padding)."
         )
-        return self._with_step(step)
+    made = function_arguments(
+        self, Tokenize(tokenizer, output, options), "tokenize", True, batch_size, False, False, column
+    )
+    removed = () if column == output else (column,)
+    rowwise = not options.get("padding") and not made["function"].pads  # to the longest of a group
+    return self._with_step(Map(**made, remove_columns=removed, rowwise=rowwise))
 
-    def flat_map(
-        self,
-        function: Callable[..., Any],
-        *,
-        with_indices: bool = False,
-        with_generator: bool | str = False,
-        input_columns: str | Sequence[str] | None = None,
-        fn_kwargs: Mapping[str, Any] | None = None,
-        seed_globals: bool = True,
-        on_error: str = "raise",
-    ) -> Self:
-        """Replace each row by the rows that a function returns (a list of dicts, possibly empty)."""
-        step = FlatMap(
-            **self._function(function, "flat_map", False, 1, with_indices, with_generator, input_columns),
-            fn_kwargs=dict(fn_kwargs or {}),
-            seed_globals=seed_globals,
-            on_error=_on_error(on_error),
-        )
-        return self._with_step(step)
 
-    def unbatch(self, columns: str | Sequence[str] | None = None) -> Self:
-        """Make a row for each element of lists, in all columns that contain lists or in these.
+def decode(
+    self: D,
+    column: str,
+    kind: str | None = None,
+    *,
+    size: int | tuple[int, int] | None = None,
+    fit: str = "crop",
+    mode: str = "RGB",
+    layout: str = "CHW",
+    shrink: bool = True,
+    frames: int | None = None,
+    sampling_rate: int | None = None,
+    channels: int | None = None,
+    root: str | None = None,
+    on_error: str | None = None,
+) -> D:
+    """Decode the image, audio or video files in a column: bytes, paths, or a Hugging Face feature.
 
-        Other columns are repeated. After a map, which may return lists in any column, name the columns.
-        """
-        if columns is not None:
-            names = names_of(columns)
-            if self._columns is not None:
-                check_columns(names, self._columns, "unbatch")
-            return self._with_step(Unbatch(names))
-        lists = self._lists
-        if lists is None:
-            raise ColumnError(
-                "unbatch: the columns that contain lists are not known before a map has run. Name them: "
-                "unbatch(['tokens'])."
-            )
-        if not lists:
-            raise ColumnError(f"unbatch: none of the columns {', '.join(self._columns or ())} contains lists.")
-        return self._with_step(Unbatch(lists, given=False))
+    ``kind`` is "image", "audio" or "video"; default: that of the feature, otherwise "image". Results are torch
+    tensors, or numpy arrays after ``with_format("numpy")`` (or any format but torch), and without torch.
 
-    def tokenize(
-        self,
-        tokenizer: Any,
-        column: str = "text",
-        *,
-        output: str = "input_ids",
-        batch_size: int = 1000,
-        **options: Any,
-    ) -> Self:
-        """Tokenize a text column: ``column`` is replaced by ``output``, with a Hugging Face tokenizer.
+    Images are uint8 (channels, height, width), videos uint8 (frames, channels, height, width):
 
-        ``options`` are passed to the tokenizer (``add_special_tokens=False``, ``truncation=True`` …). Workers tokenize
-        in processes of their own, each with one thread.
-        """
-        if not callable(tokenizer) and not hasattr(tokenizer, "encode_batch"):
-            raise TypeError(f"tokenize takes a tokenizer of transformers or tokenizers, got {tokenizer!r}")
-        unknown = sorted(options.keys() - {"add_special_tokens", "is_pretokenized"})
-        if unknown and hasattr(tokenizer, "encode_batch"):
-            raise TypeError(
-                f"tokenize: {', '.join(unknown)} are options of transformers. Set them on a tokenizer of tokenizers "
-                "itself (enable_truncation, enable_padding)."
-            )
-        made = self._function(Tokenize(tokenizer, output, options), "tokenize", True, batch_size, False, False, column)
-        removed = () if column == output else (column,)
-        rowwise = not options.get("padding") and not made["function"].pads  # to the longest of a group
-        return self._with_step(Map(**made, remove_columns=removed, rowwise=rowwise))
+    - ``size``: a number, or (height, width). Batches are then one tensor. ``fit="crop"`` scales and crops at the
+      center, "stretch" ignores the aspect ratio, "shorter" scales the shorter side to ``size`` and crops nothing
+    - ``shrink``: large JPEGs are decoded at 1/2, 1/4 or 1/8, as long as that is not smaller than ``size``
+    - ``mode`` is "RGB" or "L" (grey), ``layout`` is "CHW" or "HWC"
+    - ``frames`` of a video: this many, evenly spaced; default: all
 
-    def decode(
-        self,
-        column: str,
-        kind: str | None = None,
-        *,
-        size: int | tuple[int, int] | None = None,
-        fit: str = "crop",
-        mode: str = "RGB",
-        layout: str = "CHW",
-        shrink: bool = True,
-        frames: int | None = None,
-        sampling_rate: int | None = None,
-        channels: int | None = None,
-        root: str | None = None,
-        on_error: str | None = None,
-    ) -> Self:
-        """Decode the image, audio or video files in a column: bytes, paths, or a Hugging Face feature.
+    Audio is float32 (channels, samples), with another ``sampling_rate`` if given. ``channels=1`` is the mean.
 
-        ``kind`` is "image", "audio" or "video"; default: that of the feature, otherwise "image". Results are torch
-        tensors, or numpy arrays after ``with_format("numpy")`` (or any format but torch), and without torch.
+    Paths are relative to ``root``. ``on_error="skip"`` drops rows whose file is damaged or missing; default: the
+    ``on_error`` with which the data was opened.
+    """
+    if self._columns is not None:
+        check_columns([column], self._columns, "decode")
+    features = {"Image": "image", "Audio": "audio", "Video": "video"}
+    options = {"size": size, "fit": fit, "mode": mode, "layout": layout, "shrink": shrink, "frames": frames}
+    options |= {"sampling_rate": sampling_rate, "channels": channels}
+    decoder = decoder_of(kind or features.get(self._feature(column) or "", "image"), options)
+    skip = _on_error(on_error or ("skip" if self._skips else "raise"))
+    return self._with_step(Decode(column, decoder, None if root is None else str(root), self._tensors, skip))
 
-        Images are uint8 (channels, height, width), videos uint8 (frames, channels, height, width):
 
-        - ``size``: a number, or (height, width). Batches are then one tensor. ``fit="crop"`` scales and crops at the
-          center, "stretch" ignores the aspect ratio, "shorter" scales the shorter side to ``size`` and crops nothing
-        - ``shrink``: large JPEGs are decoded at 1/2, 1/4 or 1/8, as long as that is not smaller than ``size``
-        - ``mode`` is "RGB" or "L" (grey), ``layout`` is "CHW" or "HWC"
-        - ``frames`` of a video: this many, evenly spaced; default: all
+def batch(self: D, size: int, drop_last: bool = False) -> D:
+    """Combine each ``size`` rows into one row with a list for every column."""
+    return self._with_stage(Rebatch(integer(size, "batch", 1), drop_last))
 
-        Audio is float32 (channels, samples), with another ``sampling_rate`` if given. ``channels=1`` is the mean.
 
-        Paths are relative to ``root``. ``on_error="skip"`` drops rows whose file is damaged or missing; default: the
-        ``on_error`` with which the data was opened.
-        """
-        if self._columns is not None:
-            check_columns([column], self._columns, "decode")
-        features = {"Image": "image", "Audio": "audio", "Video": "video"}
-        options = {"size": size, "fit": fit, "mode": mode, "layout": layout, "shrink": shrink, "frames": frames}
-        options |= {"sampling_rate": sampling_rate, "channels": channels}
-        decoder = decoder_of(kind or features.get(self._feature(column) or "", "image"), options)
-        skip = _on_error(on_error or ("skip" if self._skips else "raise"))
-        return self._with_step(Decode(column, decoder, None if root is None else str(root), self._tensors, skip))
+def pack(
+    self: D,
+    length: int | None = None,
+    column: str = "input_ids",
+    strategy: str = "concat",
+    eos: int | None = None,
+    *,
+    pad: int = 0,
+    labels: bool = False,
+    mask_first: bool = False,
+    extra: Mapping[str, int] | None = None,
+    drop_remainder: bool = False,
+    cu_seqlens: bool = False,
+    window: int = 1024,
+    dtype: str | None = None,
+) -> D:
+    """Pack documents (lists of tokens) into sequences of ``length``. No token is lost or repeated.
 
-    def batch(self, size: int, drop_last: bool = False) -> Self:
-        """Combine each ``size`` rows into one row with a list for every column."""
-        return self._with_stage(Rebatch(integer(size, "batch", 1), drop_last))
+    Without ``length``, sequences have the lengths of the schedule of the mix. When a phase ends, the next tokens
+    are cut into sequences of the next length.
 
-    def pack(
-        self,
-        length: int | None = None,
-        column: str = "input_ids",
-        strategy: str = "concat",
-        eos: int | None = None,
-        *,
-        pad: int = 0,
-        labels: bool = False,
-        mask_first: bool = False,
-        extra: Mapping[str, int] | None = None,
-        drop_remainder: bool = False,
-        cu_seqlens: bool = False,
-        window: int = 1024,
-        dtype: str | None = None,
-    ) -> Self:
-        """Pack documents (lists of tokens) into sequences of ``length``. No token is lost or repeated.
+    - ``strategy="concat"`` concatenates and splits them; the last sequence of each lane is padded
+    - ``strategy="best_fit"`` keeps documents complete if possible: each ``window`` of them is packed into as few
+      sequences as best-fit-decreasing finds, each padded
+    - ``eos`` is appended to every document, and ``pad`` fills sequences that are not full
+    - ``labels`` adds a column ``labels`` for the loss: the tokens, and -100 for padding. ``mask_first``: also -100
+      for the first token of every document, which the document before it does not predict
+    - ``extra``: other columns with a value for each token, and their padding values; ``{"labels": -100}`` for
+      labels of your own
+    - ``drop_remainder`` omits sequences that are not full, with their tokens
+    - ``dtype`` of the tokens; default: unchanged
 
-        Without ``length``, sequences have the lengths of the schedule of the mix. When a phase ends, the next tokens
-        are cut into sequences of the next length.
-
-        - ``strategy="concat"`` concatenates and splits them; the last sequence of each lane is padded
-        - ``strategy="best_fit"`` keeps documents complete if possible: each ``window`` of them is packed into as few
-          sequences as best-fit-decreasing finds, each padded
-        - ``eos`` is appended to every document, and ``pad`` fills sequences that are not full
-        - ``labels`` adds a column ``labels`` for the loss: the tokens, and -100 for padding. ``mask_first``: also -100
-          for the first token of every document, which the document before it does not predict
-        - ``extra``: other columns with a value for each token, and their padding values; ``{"labels": -100}`` for
-          labels of your own
-        - ``drop_remainder`` omits sequences that are not full, with their tokens
-        - ``dtype`` of the tokens; default: unchanged
-
-        A row has ``column``, ``position_ids`` (from 0 in every document), ``segment_ids`` (1, 2, … for the documents, 0
-        for padding), the ``extra`` columns and, if requested, ``cu_seqlens`` (the bounds of the documents).
-        """
-        for name, value in (("labels", labels), ("mask_first", mask_first)):
-            if not isinstance(value, bool):
-                raise TypeError(f"pack({name}=…) must be True or False, got {value!r:.60}")
-        schedule = None
-        if length is None:
-            schedule = _lengths_of(self._node, strategy)
-            length = max(one.sequence_length or 0 for one in schedule.plan)
-        spec = PackSpec(
-            integer(length, "pack(length=…)", 1),
-            column,
-            strategy,
-            None if eos is None else integer(eos, "pack(eos=…)"),
-            _integer(pad, "pad"),
-            _extra(extra),
-            drop_remainder,
-            cu_seqlens,
-            integer(window, "pack(window=…)", 1),
-            None if dtype is None else np.dtype(dtype).name,
-            labels,
-            mask_first,
-            schedule,
-        )
-        if self._columns is not None:
-            check_columns(list(spec.pads), self._columns, "pack")
-            if labels and LABELS in self._columns:
-                raise ValueError(
-                    "pack(labels=True): the rows have a column 'labels' of their own. Pack it with "
-                    "extra={'labels': -100}, or remove it with remove_columns('labels')."
-                )
-        return self._with_stage(spec)
-
-    @property
-    def _has_items(self) -> bool:
-        """True if rows are items of a map-style dataset."""
-        raise NotImplementedError
-
-    def _function(
-        self,
-        function: Any,
-        kind: str,
-        batched: bool,
-        batch_size: int,
-        with_indices: bool,
-        with_generator: bool | str,
-        input_columns: str | Sequence[str] | None,
-    ) -> dict[str, Any]:
-        """Check the arguments that maps and filters have in common."""
-        if not callable(function):
-            expression = " or a pyarrow expression" if kind == "filter" else ""
-            raise TypeError(f"{kind} takes a function{expression}, got {function!r}")
-        called = function if inspect.isroutine(function) else getattr(function, "__call__", function)  # noqa: B004
-        if inspect.iscoroutinefunction(called) or inspect.isasyncgenfunction(called):
-            raise TypeError(f"{kind} calls a function and uses its result, but {_name(function)} is async. Use def.")
-        if kind == "filter" and inspect.isgeneratorfunction(called):
-            raise TypeError(f"filter needs True or False, but {_name(function)} is a generator function. Use return.")
-        if batch_size is None or batch_size == -1:
+    A row has ``column``, ``position_ids`` (from 0 in every document), ``segment_ids`` (1, 2, … for the documents, 0
+    for padding), the ``extra`` columns and, if requested, ``cu_seqlens`` (the bounds of the documents).
+    """
+    for name, value in (("labels", labels), ("mask_first", mask_first)):
+        if not isinstance(value, bool):
+            raise TypeError(f"pack({name}=…) must be True or False, got {value!r:.60}")
+    schedule = None
+    if length is None:
+        schedule = _lengths_of(self.pipeline.node, strategy)
+        length = max(one.sequence_length or 0 for one in schedule.plan)
+    spec = PackSpec(
+        integer(length, "pack(length=…)", 1),
+        column,
+        strategy,
+        None if eos is None else integer(eos, "pack(eos=…)"),
+        _integer(pad, "pad"),
+        _extra(extra),
+        drop_remainder,
+        cu_seqlens,
+        integer(window, "pack(window=…)", 1),
+        None if dtype is None else np.dtype(dtype).name,
+        labels,
+        mask_first,
+        schedule,
+    )
+    if self._columns is not None:
+        check_columns(list(spec.pads), self._columns, "pack")
+        if labels and LABELS in self._columns:
             raise ValueError(
-                f"{kind}(batch_size={batch_size}): groups have a fixed size, so that a resume makes the same ones. For "
-                "one group of all rows of an epoch, pass batch_size=len(ds)."
+                "pack(labels=True): the rows have a column 'labels' of their own. Pack it with "
+                "extra={'labels': -100}, or remove it with remove_columns('labels')."
             )
-        used = None if input_columns is None else names_of(input_columns)
-        if used is not None and self._columns is not None:
-            check_columns(used, self._columns, f"{kind}({_name(function)})")
-        if self._has_items:
-            if batched or used is not None or kind not in ("map", "filter", "flat_map"):
-                raise ValueError(f"{kind}: a row is an item here, without columns. {NAME_COLUMNS}")
-            function, used = OfItem(function, kind), (ITEM,)
-        return {
-            "function": function,
-            "number": self._functions,
-            "batched": batched,
-            "batch_size": integer(batch_size, f"{kind}(batch_size=…)", 1),
-            "with_indices": with_indices,
-            "with_generator": _generator(with_generator),
-            "input_columns": used,
-            "input_format": self._input_format,
-        }
+    return self._with_stage(spec)
+
+
+def function_arguments(
+    self: D,
+    function: Any,
+    kind: str,
+    batched: bool,
+    batch_size: int,
+    with_indices: bool,
+    with_generator: bool | str,
+    input_columns: str | Sequence[str] | None,
+) -> dict[str, Any]:
+    """Check the arguments that maps and filters have in common."""
+    if not callable(function):
+        expression = " or a pyarrow expression" if kind == "filter" else ""
+        raise TypeError(f"{kind} takes a function{expression}, got {function!r}")
+    called = function if inspect.isroutine(function) else getattr(function, "__call__", function)  # noqa: B004
+    if inspect.iscoroutinefunction(called) or inspect.isasyncgenfunction(called):
+        raise TypeError(f"{kind} calls a function and uses its result, but {_name(function)} is async. Use def.")
+    if kind == "filter" and inspect.isgeneratorfunction(called):
+        raise TypeError(f"filter needs True or False, but {_name(function)} is a generator function. Use return.")
+    if batch_size is None or batch_size == -1:
+        raise ValueError(
+            f"{kind}(batch_size={batch_size}): groups have a fixed size, so that a resume makes the same ones. For "
+            "one group of all rows of an epoch, pass batch_size=len(ds)."
+        )
+    used = None if input_columns is None else names_of(input_columns)
+    if used is not None and self._columns is not None:
+        check_columns(used, self._columns, f"{kind}({_name(function)})")
+    if self._has_items:
+        if batched or used is not None or kind not in ("map", "filter", "flat_map"):
+            raise ValueError(f"{kind}: a row is an item here, without columns. {NAME_COLUMNS}")
+        function, used = OfItem(function, kind), (ITEM,)
+    return {
+        "function": function,
+        "number": self._functions,
+        "batched": batched,
+        "batch_size": integer(batch_size, f"{kind}(batch_size=…)", 1),
+        "with_indices": with_indices,
+        "with_generator": _generator(with_generator),
+        "input_columns": used,
+        "input_format": self._input_format,
+    }
 
 
 def _on_error(given: str) -> str:

@@ -15,6 +15,7 @@ from levanter.data.dataset import AsyncDataset
 
 from midepoch._internal.values import integer
 from midepoch.dataset import Dataset
+from midepoch.dataset.reading import by_number
 
 
 class Positions(AsyncDataset[Any]):  # type: ignore[misc]
@@ -76,7 +77,7 @@ class Positions(AsyncDataset[Any]):  # type: ignore[misc]
         for epoch in np.unique(positions // self._rows).tolist():
             (places,) = np.nonzero(positions // self._rows == epoch)
             wanted = (positions[places] % self._rows).tolist()
-            columns = self._data._by_number().get(wanted, epoch, self._rows)
+            columns = by_number(self._data).get(wanted, epoch, self._rows)
             sizes = {len(values) for values in columns.values()}
             if sizes != {len(wanted)}:
                 raise ValueError(

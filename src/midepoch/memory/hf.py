@@ -16,6 +16,7 @@ import pyarrow as pa
 from midepoch._internal.hints import hinted, instead
 from midepoch._internal.progress import shown
 from midepoch.dataset import Dataset, habits
+from midepoch.dataset.rows import with_selection
 from midepoch.errors import DataNotFoundError, DifferentSchemasError, MidepochError
 from midepoch.memory.stored import dataset_of
 from midepoch.memory.tables import table_source
@@ -63,7 +64,7 @@ def from_hf(
             opened = opened.rename_columns(changed)
     if ds._indices is not None:
         rows = _picked(rows, ds._indices.column(0).to_numpy().astype(np.int64))
-    return _formatted(opened._with_selection(rows), given)
+    return _formatted(with_selection(opened, rows), given)
 
 
 def _chosen(dataset: Any, split: str | None) -> Any:
