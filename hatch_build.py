@@ -1,6 +1,7 @@
 """Build hook: compiles the native kernel into the wheel. Without a compiler the wheel is pure Python.
 
 ``python hatch_build.py`` builds the kernel inside the source tree, as an editable installation does.
+``MIDEPOCH_WHEEL=aarch64`` (or x86_64) builds a wheel for Linux on that architecture, on any machine, with zig.
 """
 
 from __future__ import annotations
@@ -26,6 +27,18 @@ NAME = "kernel.native.dll" if sys.platform == "win32" else "kernel.native.so"
 # -O3 but not -march=native: a wheel must run on every CPU of its platform.
 FLAGS = ["-std=c99", "-O3", "-fPIC", "-shared", "-fvisibility=hidden"]
 _TIMEOUT = 120  # seconds: zig builds its own C library first
+TARGETS = {"x86_64": 62, "aarch64": 183}
+"""Architectures of wheels for Linux, and their numbers in the header of a library (``e_machine`` of ELF)."""
+_GLIBC = (2, 17)
+"""The oldest C library of manylinux wheels that are built for a named architecture."""
+
+
+def target() -> str | None:
+    """Return the architecture that was asked for, or None for this machine."""
+    found = os.environ.get("MIDEPOCH_WHEEL") or None
+    if found is not None and found not in TARGETS:
+        raise ValueError(f"MIDEPOCH_WHEEL must be one of {', '.join(TARGETS)}, got {found!r}")
+    return found
 
 
 class KernelHook(BuildHookInterface):
@@ -42,6 +55,8 @@ class KernelHook(BuildHookInterface):
         self._folder = tempfile.mkdtemp()
         library = Path(self._folder, NAME)
         if not build(library):
+            if target() is not None:
+                raise RuntimeError(f"no kernel for {target()}: install ziglang, and build without isolation")
             self.app.display_warning("no C compiler: a pure wheel, in which numpy does the work of the kernel")
             return
         build_data["pure_python"] = False
@@ -55,6 +70,9 @@ class KernelHook(BuildHookInterface):
 
 def compilers() -> list[list[str]]:
     """Return the commands to try: $CC, cc, and zig if the package ziglang is installed."""
+    if (wanted := target()) is not None:
+        version = ".".join(map(str, _GLIBC))
+        return [[sys.executable, "-m", "ziglang", "cc", "-target", f"{wanted}-linux-gnu.{version}"]]
     found = [shlex.split(os.environ["CC"])] if os.environ.get("CC") else []
     found.append(["cc"])
     if importlib.util.find_spec("ziglang") is not None:
@@ -72,7 +90,7 @@ def build(library: Path) -> bool:
             command = [*compiler, *FLAGS, *_mac_flags(), "-o", str(made), str(SOURCE)]
             try:
                 subprocess.run(command, check=True, capture_output=True, timeout=_TIMEOUT)
-                ctypes.CDLL(str(made))  # a compiler for another platform makes what this Python cannot load
+                _check(made)
             except (OSError, subprocess.SubprocessError) as problem:
                 print(f"{shlex.join(compiler)} cannot build the kernel: {_reason(problem)}", file=sys.stderr)  # noqa: T201
                 continue
@@ -81,6 +99,16 @@ def build(library: Path) -> bool:
             os.replace(library.with_suffix(".new"), library)
             return True
     return False
+
+
+def _check(library: Path) -> None:
+    """Raise OSError if a library is for another platform: a compiler may make what this Python cannot load."""
+    if (wanted := target()) is None:
+        ctypes.CDLL(str(library))
+        return
+    header = library.read_bytes()[:20]
+    if header[:4] != b"\x7fELF" or int.from_bytes(header[18:20], "little") != TARGETS[wanted]:
+        raise OSError(f"the library is not for {wanted}")
 
 
 def _reason(problem: Exception) -> str:
@@ -95,12 +123,14 @@ def _mac_version() -> str:
 
 def _mac_flags() -> list[str]:
     """One architecture, that of this process, even if Python itself is universal."""
-    if sys.platform != "darwin":
+    if sys.platform != "darwin" or target() is not None:
         return []
     return ["-arch", platform.machine(), f"-mmacosx-version-min={_mac_version()}"]
 
 
 def _platform_tag() -> str:
+    if (wanted := target()) is not None:
+        return f"manylinux_{_GLIBC[0]}_{_GLIBC[1]}_{wanted}"
     if sys.platform == "darwin":
         major, minor = [*_mac_version().split("."), "0"][:2]
         return f"macosx_{major}_{minor}_{platform.machine()}"

@@ -67,10 +67,12 @@ def check_sdist(sdist: Path) -> None:
 
 
 def check(folder: Path) -> str:
-    (wheel,), (sdist,) = folder.glob("*.whl"), folder.glob("*.tar.gz")
+    """The version of all wheels in a folder, and of its source distribution."""
+    (sdist,) = folder.glob("*.tar.gz")
     check_sdist(sdist)
-    return check_wheel(wheel)
+    (version,) = {check_wheel(wheel) for wheel in folder.glob("*.whl")}
+    return version
 
 
 if __name__ == "__main__":
-    print(f"midepoch {check(Path(sys.argv[1]))}: wheel and source distribution hold what they should")
+    print(f"midepoch {check(Path(sys.argv[1]))}: wheels and source distribution hold what they should")
