@@ -11,6 +11,7 @@ import torch
 
 import midepoch
 from midepoch.errors import MapError, MidepochError
+from midepoch.loader.direct import MadeAhead
 from states import at_row
 
 
@@ -231,27 +232,22 @@ def test_a_changed_file_is_named_by_the_reading_thread(make_files: Callable[...,
             list(ds.loader(4, num_workers=workers))
 
 
-def test_a_loader_may_be_collected_in_its_own_reading_thread(ds: midepoch.Dataset) -> None:
+def test_a_loader_may_be_collected_in_its_own_reading_thread() -> None:
     """A loader and its pass refer to each other: the collector ends them wherever it happens to run."""
-    loader = ds.with_format("python").loader(2)
-    batches = iter(loader)
-    next(batches)
-    next(batches)
-    source = batches.feed._source  # type: ignore[attr-defined]
-    ended = []
+    threads: list[threading.Thread] = []
 
-    def end() -> None:
-        source._thread = threading.current_thread()
-        source.close()
-        ended.append(True)
+    def make() -> int:
+        threads.append(threading.current_thread())
+        if len(threads) == 3:
+            ahead.close()
+        return len(threads)
 
-    first = source._thread
-    thread = threading.Thread(target=end)
-    thread.start()
-    thread.join()
-    assert ended
-    source._thread = first
-    loader.close()
+    ahead = MadeAhead(make, 1)
+    assert [ahead.next(), ahead.next()] == [1, 2]
+    assert threads[0] is threading.current_thread() is not threads[1]  # the first one is made here
+    ahead.taken()
+    threads[1].join(timeout=60)
+    assert len(threads) == 3 and not threads[1].is_alive() and ahead.next() is None
 
 
 @pytest.mark.parametrize("workers", [0, 1])

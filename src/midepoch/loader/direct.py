@@ -8,10 +8,11 @@ import resource
 import threading
 import weakref
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
-from midepoch._internal.processes import join
+from midepoch._internal.processes import PREFIX, join
 from midepoch.loader.batches import BatchMaker, Read
 from midepoch.loader.plans import MadeBatch
 from midepoch.order import Shard
@@ -19,58 +20,61 @@ from midepoch.pipeline.plans import StepPlan
 from midepoch.pipeline.rows import Bundles, GroupedRows
 
 
-class ThreadedBatches:
-    """The batches of a plan, in order. One thread reads up to ``prefetch`` chunks ahead.
+class MadeAhead:
+    """Values of a function, which a thread calls up to ``most`` times ahead. None is the end.
 
-    The first chunk, which is one batch, is read in the caller's thread: a look at it costs neither a thread nor the
-    memory of prefetched chunks.
+    The first value is made in the caller's thread: a look at it costs neither a thread nor the memory of those ahead.
+    ``is_ready``: called until it returns True before each value, so that the thread can be stopped while it waits.
     """
 
-    def __init__(self, maker: BatchMaker, plan: StepPlan, prefetch: int) -> None:
-        self._maker, self._plan = maker, plan
-        self._chunks = maker.read(plan, 0, 1)
+    def __init__(self, make: Callable[[], Any], most: int, is_ready: Callable[[], bool] | None = None) -> None:
+        self._make, self._is_ready = make, is_ready
         self._ready: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._room = threading.Semaphore(prefetch)
-        self._stop = threading.Event()
-        self._chunk: deque[Any] = deque(next(self._chunks, ()))
-        self._thread: threading.Thread | None = None
-        self._over = False
+        self._room, self._stop = threading.Semaphore(most), threading.Event()
+        self._end: weakref.finalize[Any, Any] | None = None
+        self._begun = self._over = False
 
-    def next(self) -> MadeBatch | None:
-        """Return the next batch, or None at the end. Raises the errors of reading."""
-        while not self._chunk:
-            if self._over:
-                return None
-            if self._thread is None:
+    def next(self) -> Any:
+        """Return the next value. Raises the errors of making it. There is room for another one after ``taken``."""
+        if self._over:
+            return None
+        if not self._begun:
+            self._begun, value = True, self._make()
+        else:
+            if self._end is None:
                 self._start()
-            chunk = self._ready.get()
-            if chunk is None or isinstance(chunk, BaseException):
-                self._over = True
-                if chunk is not None:
-                    raise chunk
-                return None
+            value = self._ready.get()
+        if value is None or isinstance(value, BaseException):
+            self._over = True
+            if value is not None:
+                raise value
+        return value
+
+    def taken(self) -> None:
+        """Make room for another value."""
+        if self._end is not None:
             self._room.release()
-            self._chunk.extend(chunk)
-        return self._maker.make(self._plan, self._chunk.popleft())
 
     def _start(self) -> None:
         thread = threading.Thread(
-            target=_read_ahead,
-            args=(self._chunks, self._ready, self._room, self._stop),
-            name="midepoch-read",
+            target=_make_ahead,
+            args=(self._make, self._is_ready, self._ready, self._room, self._stop),
+            name=f"{PREFIX}ahead",
             daemon=True,
         )
         # Also at exit: a daemon thread in C++ code would abort the process then (SIGABRT).
-        self._end = weakref.finalize(self, end_thread, thread, self._stop, self._room, os.getpid())
+        self._end = weakref.finalize(self, _end_thread, thread, self._stop, self._room, os.getpid())
         thread.start()  # a machine may have no room for threads
-        self._thread = thread
 
     def close(self) -> bool:
-        """Stop. Return True if no thread is still reading: then the maker can be reused."""
-        return self._thread is None or self._end() is not False
+        """Stop, and drop what was made. Return True if the thread does not run any more."""
+        self._over = True
+        stopped = self._end is None or self._end() is not False
+        self._ready = queue.SimpleQueue() if stopped else self._ready
+        return stopped
 
 
-def end_thread(thread: threading.Thread, stop: threading.Event, room: threading.Semaphore, process: int) -> bool:
+def _end_thread(thread: threading.Thread, stop: threading.Event, room: threading.Semaphore, process: int) -> bool:
     """Stop a thread that waits for room. Return True if it has stopped."""
     if process != os.getpid():
         return True  # a fork: the thread does not exist here, and its locks may be held indefinitely
@@ -79,21 +83,50 @@ def end_thread(thread: threading.Thread, stop: threading.Event, room: threading.
     return join([thread])
 
 
-def _read_ahead(
-    chunks: Iterator[Any], ready: queue.SimpleQueue[Any], room: threading.Semaphore, stop: threading.Event
+def _make_ahead(
+    make: Callable[[], Any],
+    is_ready: Callable[[], bool] | None,
+    ready: queue.SimpleQueue[Any],
+    room: threading.Semaphore,
+    stop: threading.Event,
 ) -> None:
-    """Run the reading thread. It refers only to its queue, so that it does not keep a dropped iterator alive."""
+    """Run the thread. It refers only to its queue, so that it does not keep a dropped iterator alive."""
     try:
         while True:
             room.acquire()
+            while is_ready is not None and not stop.is_set() and not is_ready():
+                pass
             if stop.is_set():
                 return
-            chunk = next(chunks, None)
-            ready.put(chunk)
-            if chunk is None:
+            value = make()
+            ready.put(value)
+            if value is None:
                 return
+            del value
     except BaseException as problem:
         ready.put(problem)
+
+
+class ThreadedBatches:
+    """The batches of a plan, in order. One thread reads up to ``prefetch`` chunks ahead."""
+
+    def __init__(self, maker: BatchMaker, plan: StepPlan, prefetch: int) -> None:
+        self._maker, self._plan = maker, plan
+        self._chunks = MadeAhead(partial(next, maker.read(plan, 0, 1), None), prefetch)
+        self._chunk: deque[Read] = deque()
+
+    def next(self) -> MadeBatch | None:
+        """Return the next batch, or None at the end. Raises the errors of reading."""
+        while not self._chunk:
+            if (chunk := self._chunks.next()) is None:
+                return None
+            self._chunks.taken()
+            self._chunk.extend(chunk)
+        return self._maker.make(self._plan, self._chunk.popleft())
+
+    def close(self) -> bool:
+        """Stop. Return True if no thread is still reading: then the maker can be reused."""
+        return self._chunks.close()
 
 
 class GroupedBatches:

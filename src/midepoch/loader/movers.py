@@ -5,22 +5,20 @@ from __future__ import annotations
 import logging
 import mmap
 import os
-import queue
 import sys
-import threading
 import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from midepoch._internal.processes import PREFIX
 from midepoch._internal.values import loaded
 from midepoch.errors import MidepochError
 from midepoch.loader import transport
-from midepoch.loader.direct import end_thread
+from midepoch.loader.direct import MadeAhead
 from midepoch.loader.options import Options
 from midepoch.loader.plans import BatchSource, MadeBatch
 from midepoch.transforms import finish
@@ -228,57 +226,28 @@ class MovedBatches:
 
 
 class FedBatches:
-    """The batches of a source that runs no function of the user in this process, made and moved by a thread.
-
-    The first batch comes in the caller's thread: a look at it costs neither a thread nor the memory of those ahead.
-    """
+    """The batches of a source that runs no function of the user in this process, made and moved by a thread."""
 
     def __init__(self, source: BatchSource, mover: Mover, kind: str) -> None:
-        self.source, self._mover, self._kind = source, mover, kind
-        self._ready: queue.SimpleQueue[_Sent | BaseException | None] = queue.SimpleQueue()
-        self._room, self._stop = threading.Semaphore(mover.depth + 1), threading.Event()
-        self._end: weakref.finalize[Any, Any] | None = None
-        self._begun = self._over = False
+        self.source, self._mover = source, mover
+        is_ready = getattr(source, "is_ready", None)
+        waits = None if is_ready is None else partial(is_ready, _CHECK)
+        self._sent = MadeAhead(partial(_send, source, mover, kind), mover.depth + 1, waits)
 
     def next(self) -> MadeBatch | None:
         """Return the next batch and the cursor after it, or None at the end. Raises the errors of making it."""
-        if self._over:
-            return None
-        if not self._begun:
-            self._begun = True
-            sent: Any = _send(self.source, self._mover, self._kind)
-        else:
-            if self._end is None:
-                self._start()
-            sent = self._ready.get()
-        if sent is None or isinstance(sent, BaseException):
-            self._over = True
-            if sent is not None:
-                raise sent
+        if (sent := self._sent.next()) is None:
             return None
         made = _delivered(sent, self._mover)
-        if self._end is not None:
-            self._room.release()  # at the end: the thread must not compete for the interpreter lock before
+        self._sent.taken()  # at the end: the thread must not compete for the interpreter lock before
         return made
-
-    def _start(self) -> None:
-        thread = threading.Thread(
-            target=_feed,
-            args=(self.source, self._mover, self._kind, self._ready, self._room, self._stop),
-            name=f"{PREFIX}feed",
-            daemon=True,
-        )
-        # Also at exit: a daemon thread in C++ code would abort the process then (SIGABRT).
-        self._end = weakref.finalize(self, end_thread, thread, self._stop, self._room, os.getpid())
-        thread.start()
 
     def close(self) -> bool:
         """Stop. Return True if none of its threads and workers is still running."""
-        stopped = self._end is None or self._end() is not False
-        if stopped:
-            self._ready = queue.SimpleQueue()
-            self._mover.close()
-        return stopped and self.source.close()
+        if not self._sent.close():
+            return False
+        self._mover.close()
+        return self.source.close()
 
 
 def _delivered(sent: _Sent, mover: Mover) -> MadeBatch:
@@ -291,32 +260,6 @@ def _send(source: BatchSource, mover: Mover, kind: str) -> _Sent | None:
     if made is None:
         return None
     return _Sent(made._replace(value=None), None if made.empty else mover.send(finish(made.value, kind)))
-
-
-def _feed(
-    source: BatchSource,
-    mover: Mover,
-    kind: str,
-    ready: queue.SimpleQueue[Any],
-    room: threading.Semaphore,
-    stop: threading.Event,
-) -> None:
-    """Run the thread. It does not refer to the batches object, so that it does not keep a dropped iterator alive."""
-    is_ready = getattr(source, "is_ready", None)
-    try:
-        while True:
-            room.acquire()
-            while is_ready is not None and not stop.is_set() and not is_ready(_CHECK):
-                pass
-            if stop.is_set():
-                return
-            sent = _send(source, mover, kind)
-            ready.put(sent)
-            if sent is None:
-                return
-            del sent
-    except BaseException as problem:
-        ready.put(problem)
 
 
 def mover_for(options: Options) -> Mover | None:
