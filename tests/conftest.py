@@ -175,6 +175,8 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     """The clock of the ledger."""
     found = Clock()
     monkeypatch.setattr("midepoch.audit.ledger.time", found)
+    for module in ("passes", "meter"):
+        monkeypatch.setattr(f"midepoch.loader.{module}.perf_counter", found.perf_counter)
     return found
 
 

@@ -97,7 +97,7 @@ def test_weights_in_a_phase_and_a_changed_schedule(sources: dict[str, Any], tmp_
     take(second, 5)  # of the next epoch, in which the schedule has its own weights
     run = read_run(tmp_path)
     assert len(run.weight_changes) == 1
-    before, after = (one.first.mix for one in run.generations[-2:])
+    before, after = (one.first.header.mix for one in run.generations[-2:])
     assert before is not None and before.weights_at(80) == (0.1, 0.9)  # only another phase was changed
     assert after is not None and after.weights_at(45) == (0.5, 0.5)
 
@@ -113,7 +113,7 @@ def test_the_weights_at_a_position(
     take(loader, 5)
     loader.set_weights({"web": 0.1, "code": 0.9})
     take(loader, 1)
-    mix = read_run(tmp_path).generations[-1].first.mix
+    mix = read_run(tmp_path).generations[-1].first.header.mix
     assert mix is not None and mix.phase_at(position) == phase
     assert mix.weights_at(position) == pytest.approx(weights, abs=0.02)
 
@@ -121,4 +121,4 @@ def test_the_weights_at_a_position(
 def test_weights_that_nobody_set_are_not_listed(sources: dict[str, Any], tmp_path: Path) -> None:
     take(midepoch.mix(sources, [1, 1], seed=1).loader(10, audit=tmp_path), 2)
     run = read_run(tmp_path)
-    assert run.weight_changes == [] and run.generations[0].first.mix is None
+    assert run.weight_changes == [] and run.generations[0].first.header.mix is None

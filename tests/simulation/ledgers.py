@@ -1,4 +1,4 @@
-"""Mutation of ledgers: of the records of a clean run, one is dropped, repeated, swapped, changed, cut, mixed or forged.
+"""Mutation of ledgers: of the records of a clean run, one is dropped, swapped, changed, cut, mixed or forged.
 
 The audit must not call such a run proven: it is found if the audit accuses it, refuses to read it, or shows an epoch that
 is not complete or has other numbers than the log.
@@ -6,14 +6,16 @@ is not complete or has other numbers than the log.
 
 from __future__ import annotations
 
+import json
 import random
-import re
 import shutil
 from collections import Counter
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from midepoch.audit import read_run
+from midepoch.audit.journal import COUNTERS, Journal, records_in
+from midepoch.audit.records import HEADER
 from midepoch.errors import MidepochError
 from simulation.history import History, folder_in_memory
 from simulation.plans import Exit, Plan, StartPlan
@@ -51,60 +53,88 @@ def plan_of(seed: int) -> Plan:
     return Plan(seed, (), draws.choice(PIPELINES), starts, "uneven", False, None, draws.choice((1, 2)), 0)
 
 
-def _lines(path: Path) -> list[bytes]:
-    return path.read_bytes().rstrip(b"\0").split(b"\n")
+class Stored(NamedTuple):
+    """A record as it is stored: its head, and its content."""
+
+    kind: bytes
+    number: int
+    content: bytes
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """The fields of a header."""
+        fields: dict[str, Any] = json.loads(self.content)
+        return fields
+
+    def with_fields(self, **fields: Any) -> Stored:
+        """Return a header with other fields."""
+        return self._replace(content=json.dumps({**self.fields, **fields}).encode())
+
+    def counted(self, more: int) -> Stored:
+        """Return counters with more steps."""
+        steps = int.from_bytes(self.content[:8], "little") + more
+        return self._replace(content=max(0, steps).to_bytes(8, "little") + self.content[8:])
 
 
-def _records(lines: list[bytes]) -> list[int]:
-    return [number for number, line in enumerate(lines) if line and not line.startswith(b"{")]
+def _records(path: Path) -> list[Stored]:
+    return [Stored(one.kind, one.number, bytes(one.content)) for one in records_in(path.read_bytes())]
 
 
-def drop(lines: list[bytes], draws: random.Random) -> None:
-    """Leave out a step."""
-    number = draws.choice(_records(lines))
-    place = draws.choice([match.start() for match in re.finditer(rb"\.", lines[number])])
-    lines[number] = lines[number][:place] + lines[number][place + 1 :]
+def _write(path: Path, records: list[Stored]) -> None:
+    path.unlink()
+    journal = Journal(path)
+    for kind, number, content in records:
+        if kind == COUNTERS:
+            counters = journal.append_counters(len(content) // 8)
+            for place in range(len(counters)):
+                counters[place] = int.from_bytes(content[8 * place : 8 * place + 8], "little")
+        else:
+            journal.append(kind, content, number)
+    journal.close()
 
 
-def repeat(lines: list[bytes], draws: random.Random) -> None:
-    """Record a step twice."""
-    number = draws.choice(_records(lines))
-    place = draws.choice([match.start() for match in re.finditer(rb"\.", lines[number])])
-    lines[number] = lines[number][:place] + b"." + lines[number][place:]
+def _of_kind(records: list[Stored], kind: bytes) -> list[int]:
+    return [number for number, record in enumerate(records) if record.kind == kind]
 
 
-def forge(lines: list[bytes], draws: random.Random) -> None:
-    """Add a step at the end of a pass."""
-    number = draws.choice(_records(lines))
-    lines[number] = lines[number].rstrip() + b"."
+def drop(records: list[Stored], draws: random.Random) -> None:
+    """Count a step less."""
+    number = draws.choice(_of_kind(records, COUNTERS))
+    records[number] = records[number].counted(-1)
 
 
-def weigh(lines: list[bytes], draws: random.Random) -> None:
+def forge(records: list[Stored], draws: random.Random) -> None:
+    """Count a step more."""
+    number = draws.choice(_of_kind(records, COUNTERS))
+    records[number] = records[number].counted(1)
+
+
+def weigh(records: list[Stored], draws: random.Random) -> None:
     """Change the batch size of a pass."""
-    number = draws.choice([number for number, line in enumerate(lines) if b'"size":"' in line])
-    lines[number] = re.sub(rb'"size":"(\d)', lambda match: b'"size":"%d' % (int(match[1]) + 1), lines[number])
+    number = draws.choice(_of_kind(records, HEADER))
+    size, *others = records[number].fields["batching"]
+    records[number] = records[number].with_fields(batching=[str(int(size) + 1), *others])
 
 
-def move(lines: list[bytes], draws: random.Random) -> None:
+def move(records: list[Stored], draws: random.Random) -> None:
     """Change the step at which a pass begins."""
-    number = draws.choice([number for number, line in enumerate(lines) if b'"steps":' in line])
-    lines[number] = re.sub(rb'"steps":(\d+)', lambda match: b'"steps":%d' % (int(match[1]) + 1), lines[number], count=1)
+    number = draws.choice(_of_kind(records, HEADER))
+    epoch, steps, lanes = records[number].fields["cursor"]
+    records[number] = records[number].with_fields(cursor=[epoch, steps + 1, lanes])
 
 
-def swap(lines: list[bytes], draws: random.Random) -> None:
-    """Exchange the records of two passes, or the headers."""
-    headers = [number for number, line in enumerate(lines) if line.startswith(b"{")]
-    one, other = draws.sample(headers, 2)
-    lines[one], lines[other] = lines[other], lines[one]
+def swap(records: list[Stored], draws: random.Random) -> None:
+    """Exchange the headers of two passes."""
+    one, other = draws.sample(_of_kind(records, HEADER), 2)
+    records[one], records[other] = records[other], records[one]
 
 
-def cut(lines: list[bytes], draws: random.Random) -> None:
+def cut(records: list[Stored], draws: random.Random) -> None:
     """Leave out the end of the file."""
-    whole = b"\n".join(lines)
-    lines[:] = whole[: draws.randrange(len(whole))].split(b"\n")
+    del records[draws.randrange(len(records)) :]
 
 
-MUTATIONS = {function.__name__: function for function in (drop, repeat, forge, weigh, move, swap, cut)}
+MUTATIONS = {function.__name__: function for function in (drop, forge, weigh, move, swap, cut)}
 
 
 def audited(simulator: Simulator, seeds: range) -> tuple[int, dict[str, Counter[str]], dict[str, list[int]]]:
@@ -149,14 +179,15 @@ def _changed(name: str, ledger: Path, target: Path, draws: random.Random) -> Pat
     if name == "mix":  # the records of a start, once more as another start
         for other in files:
             if other.name[:6] == files[0].name[:6]:
-                data = other.read_bytes().replace(b'"attempt":"start 0"', b'"attempt":"start 9"')
-                (target / f"000009-{'0' * 10}{other.name[17:]}").write_bytes(data)
+                records = [one.with_fields(attempt="start 9") if one.kind == HEADER else one for one in _records(other)]
+                shutil.copy(other, copy := target / f"000009-{'0' * 10}{other.name[17:]}")
+                _write(copy, records)
         return target
-    lines = _lines(path)
-    before = list(lines)
+    records = _records(path)
+    before = list(records)
     try:
-        MUTATIONS[name](lines, draws)
+        MUTATIONS[name](records, draws)
     except (IndexError, ValueError):
         return None
-    path.write_bytes(b"\n".join(lines))
-    return None if lines == before else target
+    _write(path, records)
+    return None if records == before else target

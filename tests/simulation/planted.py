@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from midepoch.audit.ledger import Ledger
+from midepoch.audit.records import Count
 from midepoch.checkpoint import disk, local, manifest, remote, saving
 from midepoch.checkpoint.rendezvous import Leader
 from midepoch.loader import leases, passes, state
@@ -237,15 +238,29 @@ def a_short_write(patch: pytest.MonkeyPatch) -> None:
 @planted
 def a_ledger_that_misses_a_step(patch: pytest.MonkeyPatch) -> None:
     """The first step of a pass that was resumed is not recorded."""
-    real = Ledger.step
+    real = Ledger.begin
 
-    def step(self: Ledger, *arguments: Any) -> None:
-        if self._how == "loaded":
-            self._how, self._origin = "on", arguments[2]
-            return
-        real(self, *arguments)
+    class Late:
+        """Counters of a pass that are one step behind."""
 
-    patch.setattr(Ledger, "step", step)
+        def __init__(self, counters: Any) -> None:
+            self._counters = counters
+
+        def __iter__(self) -> Any:
+            return iter(self._counters)
+
+        def __getitem__(self, number: int) -> int:
+            return int(self._counters[number])
+
+        def __setitem__(self, number: int, value: int) -> None:
+            self._counters[number] = max(0, value - 1) if number == Count.STEPS else value
+
+    def begin(self: Ledger, *arguments: Any, load: bool = False, **options: Any) -> None:
+        real(self, *arguments, load=load, **options)
+        if self._how == "loaded" and not load:
+            self.counters = Late(self.counters)
+
+    patch.setattr(Ledger, "begin", begin)
 
 
 @planted

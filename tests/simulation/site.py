@@ -16,12 +16,12 @@ from contextlib import contextmanager
 from pathlib import PosixPath
 from typing import Any
 
-from midepoch.audit import documents, ledger, orders
+from midepoch.audit import journal, ledger, orders
 from midepoch.checkpoint import disk as disks
 from midepoch.checkpoint import local, manager, manifest, remote, rendezvous, restoring, saving, store
 from midepoch.distributed import keyvalue, runs
 from midepoch.distributed import rendezvous as agreement
-from midepoch.loader import lanes
+from midepoch.loader import lanes, meter, passes
 from simulation.cluster import Cluster
 from simulation.disk import Disk
 from simulation.store import Bucket, KeyValues, objects_of
@@ -104,6 +104,7 @@ def _modules(site: Site) -> dict[str, Any]:
         time,
         time=lambda: site.cluster.time(),
         monotonic=lambda: site.cluster.now(),
+        perf_counter=lambda: site.cluster.now(),
         sleep=lambda seconds: site.cluster.sleep(seconds),
     )
     return {
@@ -112,6 +113,7 @@ def _modules(site: Site) -> dict[str, Any]:
         "fcntl": Module(fcntl, flock=flock),
         "mmap": Module(mmap, mmap=lambda number, size, offset=0: Pages(site, number, size, offset)),
         "time": clock,
+        "perf_counter": clock.perf_counter,
         "secrets": Module(secrets, token_hex=lambda size=8: site.cluster.token(size)),
         "threading": Module(threading, get_ident=site.pid),
         "Path": _path_class(site),
@@ -129,7 +131,9 @@ _REPLACED: dict[Any, str] = {
     manager: "time",
     manifest: "time",
     ledger: "os time secrets Path",
-    documents: "os mmap",
+    journal: "os mmap",
+    passes: "perf_counter",
+    meter: "perf_counter",
     orders: "os secrets",
     agreement: "time secrets",
     runs: "secrets",
@@ -174,6 +178,7 @@ def installed(site: Site) -> Iterator[Site]:
         (store, "machine", lambda: "machine"),
         (remote, "Objects", objects_of(lambda: site.bucket)),
         (ledger, "process_space", lambda: ""),
+        (journal, "counters_in", Counters),
         (ledger, "_numbers", _PassNumbers(site)),
         (keyvalue, "process_group", lambda: None if site.values is None else group),
         (keyvalue, "_store", lambda: site.values),
@@ -202,6 +207,24 @@ class Pages:
     def __setitem__(self, where: Any, value: Any) -> None:
         if self._rank is None or self._rank.alive:
             self._pages[where] = value
+
+
+class Counters:
+    """Counters in mapped memory."""
+
+    def __init__(self, pages: Pages, place: int, count: int) -> None:
+        self._pages, self._place, self._values = pages, place, [0] * count
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._values)
+
+    def __getitem__(self, number: int) -> int:
+        return self._values[number]
+
+    def __setitem__(self, number: int, value: int) -> None:
+        self._values[number] = value
+        place = self._place + 8 * number
+        self._pages[place : place + 8] = value.to_bytes(8, "little")
 
 
 def _path_class(site: Site) -> type[PosixPath]:

@@ -1,6 +1,6 @@
 """The ledger of a run: the rows delivered to each rank, and the proof that every row was seen once.
 
-loader = ds.loader(64, audit="runs/7")          # while training: one byte for each step and rank
+loader = ds.loader(64, audit="runs/7")          # while training: one store for each step
 
 from midepoch.audit import read_run
 run = read_run("runs/7")                        # afterwards, or meanwhile; also `midepoch audit runs/7`

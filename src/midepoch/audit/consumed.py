@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from midepoch.audit.lanes import At, LaneTrack, LeafPlace, places
+from midepoch.audit.lanes import At, LeafPlace, places
 from midepoch.audit.orders import KnownOrder
 from midepoch.audit.passes import Generation
 from midepoch.order import Shard
@@ -83,27 +84,22 @@ class LaneRun:
         self._rows = [source.rows for source in order.sources]
         self._found: dict[tuple[int, int, int], npt.NDArray[np.int64]] = {}
 
-    def owner(self, one: Generation, lane: int) -> LaneTrack | None:
-        """Return the record of a lane: of the ranks that share it, that of the one with the most steps."""
-        tracks = [track for track in one.tracks.values() if lane in track.begin and lane not in track.ended]
-        return max(tracks, key=lambda track: track.delivered, default=None)
-
     def places(self, one: Generation, lane: int, at: At) -> list[LeafPlace]:
         """Return the place of a cursor in each source."""
         leaf_places = places(self._tree, at, one.shape.epoch, Shard(lane, one.lanes))
         return [place if place.row >= 0 else place._replace(row=self._total(place)) for place in leaf_places]
+
+    def after(self, one: Generation, lane: int, steps: int) -> list[LeafPlace]:
+        """Return the place of a lane in each source after some steps. Nothing if no rank has a record of the lane."""
+        track = one.owner(lane)
+        return [] if track is None else self.places(one, lane, track.at(lane, steps))
 
     def _total(self, place: LeafPlace) -> int:
         return place.lane.before(self._rows[place.leaf])
 
     def intervals(self, one: Generation, lane: int, first: int, stop: int) -> Iterator[Interval]:
         """Yield the rows that steps ``first`` to ``stop`` of a pass consumed in a lane."""
-        track = self.owner(one, lane)
-        if track is None:
-            return
-        begin = self.places(one, lane, track.at(lane, first))
-        end = self.places(one, lane, track.at(lane, stop))
-        for a, b in zip(begin, end, strict=True):
+        for a, b in zip(self.after(one, lane, first), self.after(one, lane, stop), strict=True):
             if (a.epoch, a.lane) == (b.epoch, b.lane):
                 if a[3:6] != b[3:6]:
                     yield Interval(a.leaf, a.epoch, a.lane, a.row, b.row, a.part, b.part)
@@ -114,12 +110,8 @@ class LaneRun:
 
     def rows_before(self, one: Generation) -> int:
         """Return the rows of the sources before the beginning of a pass, in all lanes."""
-        rows = 0
-        for lane in range(one.lanes):
-            if (track := self.owner(one, lane)) is not None:
-                begin = self.places(one, lane, track.at(lane, 0))
-                rows += sum(self._total(place) if place.run else place.row for place in begin)
-        return rows
+        begin = (place for lane in range(one.lanes) for place in self.after(one, lane, 0))
+        return sum(self._total(place) if place.run else place.row for place in begin)
 
     def rows_of(self, one: Generation, steps: int) -> int:
         """Return the number of rows that the first steps of a pass consumed, in all lanes."""
@@ -130,17 +122,11 @@ class LaneRun:
 
         If a mix iterates a source again, the first time is counted.
         """
-        track = self.owner(one, lane)
-        if track is None:
-            return 0, 0
-        steps = min(steps, track.delivered + track.finished)
         total = filtered = 0
-        begin = self.places(one, lane, track.at(lane, 0))
-        for a, b in zip(begin, self.places(one, lane, track.at(lane, steps)), strict=True):
+        for a, b in zip(self.after(one, lane, 0), self.after(one, lane, steps), strict=True):
             if a.run:
                 continue  # iterated again: only the first time counts
-            rows = (self._total(b) if b.run else b.row + bool(b.part)) - a.row - bool(a.part)
-            total += rows
+            total += (self._total(b) if b.run else b.row + bool(b.part)) - a.row - bool(a.part)
             kept = b.first if b.run else b.kept
             if b.kept is not None and kept is not None and kept >= 0:
                 # A row in progress is computed again on resume, and is kept then. Before, it is if outputs of its own
@@ -151,10 +137,10 @@ class LaneRun:
 
     def excluded_rows(self, one: Generation) -> int:
         """Return the rows that a pass came to and left out, because they are excluded."""
-        excluded, total = one.first.excluded_rows(len(self._sources)), 0
+        excluded, total = one.first.header.excluded_rows(len(self._sources)), 0
         for lane in range(one.lanes):
-            track = self.owner(one, lane)
-            steps = 0 if track is None else min(track.delivered, one.kept_steps) + track.finished
+            track = one.owner(lane)
+            steps = 0 if track is None else min(track.delivered, one.kept_steps) + (track.end is not None)
             for each in self.intervals(one, lane, 0, steps):
                 order = self._sources[each.leaf].at(each.epoch)
                 positions = order.positions_of_rows(excluded[each.leaf].positions())
@@ -164,15 +150,15 @@ class LaneRun:
 
     def counts(self, passes: Sequence[Generation], lane: int) -> RowCounts:
         """Count the rows of a lane in an epoch, after the passes that are kept."""
-        known = [(one, track) for one in passes if (track := self.owner(one, lane)) is not None]
+        known = [(one, track) for one in passes if (track := one.owner(lane)) is not None]
         ended = any(lane in track.ended for one in passes for track in one.tracks.values())
         if not known:  # no rank has a record of it, or it had nothing left
             return RowCounts(left=sum(Shard(lane, passes[-1].lanes).before(count) for count in self._rows))
         filtered = sum(self._consumed(one, lane, min(track.delivered, one.kept_steps))[1] for one, track in known)
         one, track = known[-1]
         steps = min(track.delivered, one.kept_steps)
-        is_over = track.finished and steps == track.delivered
-        places = self.places(one, lane, track.at(lane, steps))
+        is_over = track.end is not None and steps == track.delivered
+        places = self.after(one, lane, steps)
         consumed = sum(self._total(place) if place.run else place.row + bool(place.part) for place in places)
         dropped = 0
         if is_over:  # rows consumed after the last batch yielded no output, or too few for a batch
@@ -184,37 +170,30 @@ class LaneRun:
                 dropped = rest
             else:
                 consumed, filtered = consumed + rest, filtered + nothing
-        left = self._left(one, lane, track.at(lane, steps + is_over))
+        rest_of = (place for place in self.after(one, lane, steps + is_over) if not place.run)
+        left = sum(self._total(place) - place.row - bool(place.part) for place in rest_of)
         if not (is_over or ended):
             return RowCounts(consumed, filtered, dropped, left, any(place.part for place in places))
         if one.shape.batching.ends == "drop" or self._tree.get("drops", True):
             return RowCounts(consumed, filtered, dropped + left)
         return RowCounts(consumed + left, filtered + left, dropped)  # stages read on to the end, and nothing came of it
 
-    def _left(self, one: Generation, lane: int, at: At) -> int:
-        """Return the rows of a lane after a cursor, of sources that are not iterated again."""
-        leaf_places = self.places(one, lane, at)
-        return sum(self._total(place) - place.row - bool(place.part) for place in leaf_places if not place.run)
-
     def joints(self, passes: Sequence[Generation], lane: int) -> int:
         """Return how often a pass began in a lane at other rows than those at which the pass before it was left."""
-        wrong, before = 0, None
+        ends: list[tuple[Any, Any]] = []
         for one in passes:
-            if (track := self.owner(one, lane)) is None:
-                continue
-            begin = [place[3:] for place in self.places(one, lane, track.at(lane, 0))]
-            begin_rows = [(run, row, part) for row, _, part, run, *_ in begin]
-            wrong += before is not None and before != begin_rows
-            after = self.places(one, lane, track.at(lane, min(track.delivered, one.kept_steps)))
-            before = [(place.run, place.row, place.part) for place in after]
-        return wrong
+            if (track := one.owner(lane)) is not None:
+                steps = (0, min(track.delivered, one.kept_steps))
+                begin, end = ([(p.run, p.row, p.part) for p in self.after(one, lane, step)] for step in steps)
+                ends.append((begin, end))
+        return sum(begin != end for (_, end), (begin, _) in pairwise(ends))
 
     def deliveries(
         self, one: Generation, number: int, step: int, later: Sequence[Generation] = ()
     ) -> Iterator[Delivery]:
         """Yield the rows of step ``number`` of a pass, which is ``step`` of the run. ``later``: the passes after it."""
         for lane in range(one.lanes):
-            track = self.owner(one, lane)
+            track = one.owner(lane)
             if track is None or track.delivered <= number:
                 continue
             rank = next(rank for rank, other in one.of_rank.items() if other.track is track)
@@ -239,10 +218,10 @@ class LaneRun:
         if not any(kind == "group" for kind, _ in found.ends):
             return found
         for other in (one, *later):
-            track = self.owner(other, lane) if other.shape.epoch == one.shape.epoch else None
+            track = other.owner(lane) if other.shape.epoch == one.shape.epoch else None
             if track is None:
                 continue
-            steps = range(step if other is one else 0, track.delivered + track.finished + 1)
+            steps = range(step if other is one else 0, track.delivered + (track.end is not None) + 1)
             after = bisect_right(steps, found.stop, key=lambda step: self._row(other, lane, step, found))
             if after < len(steps):
                 return found._replace(stop=self._row(other, lane, steps[after], found) - 1)
@@ -250,9 +229,7 @@ class LaneRun:
 
     def _row(self, one: Generation, lane: int, step: int, found: Interval) -> int:
         """Return the row of a lane in a source after a step, or its end if the source is iterated again by then."""
-        track = self.owner(one, lane)
-        assert track is not None
-        place = next(each for each in self.places(one, lane, track.at(lane, step)) if each.leaf == found.leaf)
+        place = next(each for each in self.after(one, lane, step) if each.leaf == found.leaf)
         return place.row if (place.epoch, place.lane) == (found.epoch, found.lane) else self._total(place)
 
     def steps_of_row(
@@ -261,7 +238,7 @@ class LaneRun:
         """Yield the steps of a pass that consumed a row. ``before``: steps of the run before the pass."""
         numbers = set()
         for lane in range(one.lanes):
-            track = self.owner(one, lane)
+            track = one.owner(lane)
             steps = 0 if track is None else min(track.delivered, one.kept_steps)
             numbers |= set(self._steps_with(one, lane, (row, source), 0, steps, later))
         for number in sorted(numbers):
@@ -286,10 +263,7 @@ class LaneRun:
         self, one: Generation, lane: int, wanted: tuple[int, int], first: int, stop: int, later: Sequence[Generation]
     ) -> bool:
         row, source = wanted
-        track = self.owner(one, lane)
-        assert track is not None
-        begin = self.places(one, lane, track.at(lane, first))[source]
-        end = self.places(one, lane, track.at(lane, stop))[source]
+        begin, end = (self.after(one, lane, step)[source] for step in (first, stop))
         if abs(end.run - begin.run) > 1:
             return True  # iterated more than once in between
         for each in self.intervals(one, lane, first, stop):

@@ -1,29 +1,29 @@
-"""The units and cursors of lanes in a ledger: written as differences from step to step, and read back.
+"""The units and cursors of lanes in a ledger: written for many steps in one record, and read back.
 
-If positions cannot be computed, some steps are followed by ``{4,12,,-340;4,35,,143}``: for each step since the last
-such record, the outputs that a lane has taken, and the increase of each integer of its cursor, if any. Lanes of the
-rank are separated by ``|``, and ``=[…]`` is a complete record: the outputs taken so far, and the cursor. They are
-written when a lane reaches another chunk, and before a state is saved, so that a run can resume only at a recorded
-cursor. The cursors are those of the state, with two more integers if rows may yield no output: the number of rows
-before it that did, and the number that did in the first pass, if a mix iterates the source again.
+If positions cannot be computed, a record for each lane of the rank follows some steps. It has, for each step since the
+last one, the outputs that the lane has taken so far, and its cursor. They are written when a lane reaches another
+chunk, and before a state is saved, so that a run can resume only at a recorded cursor. The cursors are those of the
+state, with two more integers if rows may yield no output: the number of rows before it that did, and the number that
+did in the first pass, if a mix iterates the source again.
 """
 
 from __future__ import annotations
 
 import json
-import re
+import zlib
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from midepoch.audit.journal import Record
 from midepoch.order import Shard
-from midepoch.pipeline.chunk import at_mark
-from midepoch.pipeline.cursor import FlowAt, LaneCursor, flatten, listed
+from midepoch.pipeline.chunk import Chunk, at_mark
+from midepoch.pipeline.cursor import Cursor, FlowAt, LaneCursor, flatten, listed
 from midepoch.pipeline.lanes import StepOutputs
 from midepoch.pipeline.leaf import Leaf
 from midepoch.pipeline.mixed import BORROWING, place_of
@@ -31,198 +31,156 @@ from midepoch.pipeline.node import Concat, Local, Mix, Node, Slice, Zip
 from midepoch.transforms.packing import PackSpec
 
 Int64Array = npt.NDArray[np.int64]
+CURSORS, NUMBERS = b"curs", b"nums"
+"""Kinds of records: the cursors of some steps, or only the numbers in them, if their shape is that of the last one."""
+Places = tuple[Sequence[Any], Sequence[int]]
+"""Where the lanes of a rank are after a step: a mark of each, and the outputs that it has taken."""
 
 
 At = Any
 """Cursor of a lane as nested lists of numbers (``listed``), which a record has."""
 
 
-Values = tuple[list[Any], list[int]]
-"""The numbers of a record, and what of its shape may change from step to step."""
-
-
-class Places(NamedTuple):
-    """Places of the lanes of a rank after a step: a mark of each, and the outputs that it has taken.
-
-    ``ended``: all of them are known to be at their end.
-    """
-
-    marks: Sequence[Any]
-    taken: Sequence[int]
-    ended: bool
-
-    @staticmethod
-    def of(at: Any, numbers: Sequence[int]) -> Places:
-        """Return where a step, or a cursor, has the lanes with these numbers."""
-        if isinstance(at, StepOutputs):
-            return Places(at.marks, at.after, at.ended)
-        lanes = [at.lanes[number] for number in numbers]
-        return Places([lane.at for lane in lanes], [lane.taken for lane in lanes], at.lanes_ended)
-
-
 class LaneRecorder:
-    """Writes the units and cursors of the lanes of a rank as differences, those of many steps in one call.
+    """The steps of a pass that are delivered and not written yet, of the lanes of a rank.
 
     A cursor is computed from the chunk that its last output is of. So steps are kept as marks (a chunk, and a number of
-    its outputs) until a lane comes to another chunk. Without numbers of lanes, nothing is recorded: units follow from
-    positions.
+    its outputs) until a lane comes to another chunk.
     """
 
-    def __init__(
-        self,
-        lanes: Mapping[int, LaneCursor] = MappingProxyType({}),
-        numbers: Sequence[int] = (),
-        start: FlowAt | None = None,
-    ) -> None:
+    def __init__(self, lanes: Mapping[int, LaneCursor], numbers: Sequence[int], start: FlowAt) -> None:
         fresh = LaneCursor(0, start)
         known = {number: lanes.get(number, fresh) for number in numbers}
         self.numbers = numbers
         self.begin = {number: [lane.taken, listed(lane.at, counts=True)] for number, lane in known.items()}
         self.ended = [number for number, lane in known.items() if lane.ended]
-        self.before: list[Values | None] = [None] * len(numbers)
+        self._widths = [0] * len(numbers)  # of the cursors in the last record, if their shape cannot change
+        self._written = 0
         self.pending: list[Places] = []
-        """For each step that is not written yet, where the lanes are, in the order of their numbers."""
+        """Where the lanes are after each step that is not written yet."""
+        self.last: StepOutputs | Cursor | None = None
+        """The last of these steps."""
 
-    def is_due(self, places: Places) -> bool:
-        """Return True if the pending steps are to be written before a step that ends at these places."""
-        pending = self.pending
-        if not pending:
-            return False
-        if len(pending) >= _MOST_PENDING:
-            return True
-        for mark, other in zip(pending[0].marks, places.marks, strict=True):  # for every step: half the time of any(…)
-            if not (isinstance(mark, tuple) and isinstance(other, tuple) and mark[0] is other[0]):
-                return True
-        return False
+    def places(self, at: Cursor) -> Places:
+        """Return where a cursor has the lanes."""
+        lanes = [at.lanes[number] for number in self.numbers]
+        return [lane.at for lane in lanes], [lane.taken for lane in lanes]
 
-    def record(self) -> tuple[bytes, list[Values | None]]:
-        """Return the bytes to write for all pending steps, and what the next ones are compared with.
+    def records(self, delivered: int) -> Iterator[tuple[bytes, bytes, int]]:
+        """Yield what is to be written for the steps that are delivered: kind, content, and number of the lane.
 
-        Both take effect when the bytes are written: an interrupt may come before.
+        They are pending until ``written`` is called: an interrupt may come before.
         """
-        before = list(self.before)
-        marks, taken = (zip(*columns, strict=True) for columns in list(zip(*self.pending, strict=True))[:2])
-        texts = [";".join(_texts(before, lane, *both)) for lane, both in enumerate(zip(marks, taken, strict=True))]
-        return b"{%b}" % "|".join(texts).encode(), before
+        pending = self.pending[: delivered - self._written]
+        for lane, number in enumerate(self.numbers if pending else ()):
+            marks, taken = [places[0][lane] for places in pending], [places[1][lane] for places in pending]
+            yield *self._record(lane, marks, taken), number
+
+    def written(self, delivered: int) -> Places | None:
+        """Note that the records of all delivered steps are written. Return the end of the epoch, if one came to it."""
+        pending, last, count = self.pending, self.last, delivered - self._written
+        self._written, self.pending, self.last = delivered, [], None  # no call between: an interrupt does not come here
+        ended = last.ended if isinstance(last, StepOutputs) else last is not None and last.lanes_ended
+        return pending[-1] if ended and count == len(pending) > 0 else None
+
+    def end(self, places: Places) -> list[Any]:
+        """Return the record of places at the end of the epoch."""
+        lanes = zip(self.numbers, *places, strict=True)
+        return [[number, [taken, listed(at_mark(mark), counts=True)]] for number, mark, taken in lanes]
+
+    def _record(self, lane: int, marks: Sequence[Any], taken: Sequence[int]) -> tuple[bytes, bytes]:
+        chunk, first = marks[0][0] if isinstance(marks[0], tuple) else None, self._written + 1
+        same = isinstance(chunk, Chunk) and all(isinstance(mark, tuple) and mark[0] is chunk for mark in marks)
+        table = chunk.table if same else None
+        if self._widths[lane] and table is not None:
+            values = table(np.array([outputs for _, outputs in marks]), False)
+            if values is not None and values.shape[1] == self._widths[lane]:
+                return NUMBERS, _numbers(first, np.array(taken), values)
+        cursors = [at_mark(mark) for mark in marks]
+        shape: list[int] = []
+        numbers = flatten(cursors[-1], shape)
+        self._widths[lane] = 0 if shape else len(numbers)
+        places = [[count, listed(at, counts=True)] for count, at in zip(taken, cursors, strict=True)]
+        return CURSORS, zlib.compress(json.dumps([first, places], separators=(",", ":")).encode(), 1)
 
 
-def _texts(befores: list[Values | None], lane: int, marks: Sequence[Any], taken: Sequence[int]) -> list[str]:
-    """Return the records of a lane over some steps. ``befores``: the values before, which are replaced."""
-    before, table = befores[lane], None
-    if before is not None and isinstance(marks[0], tuple) and all(mark[0] is marks[0][0] for mark in marks):
-        table = marks[0][0].table
-    values = None
-    if before is not None and table is not None and not before[1]:
-        values = table(np.array([outputs for _, outputs in marks], dtype=np.int64), False)
-    if before is None or values is None or values.shape[1] + 1 != len(before[0]):
-        return [_text(befores, lane, count, at_mark(mark)) for mark, count in zip(marks, taken, strict=True)]
-    values = np.concatenate([np.array(taken, np.int64)[:, None], values], axis=1)
-    befores[lane] = (values[-1].tolist(), [])
-    differences = np.diff(values, axis=0, prepend=np.array([before[0]], dtype=np.int64)).tolist()
-    return [",".join([str(value) if value else "" for value in row]) for row in differences]
+def _numbers(first: int, taken: Int64Array, values: Int64Array) -> bytes:
+    """Return the numbers of steps: those of the first one, and the increases in the columns that change."""
+    values = np.column_stack((taken, values))
+    columns = np.flatnonzero((values != values[0]).any(axis=0))
+    increases = np.diff(values[:, columns], axis=0)
+    most = int(abs(increases).max(initial=0))
+    size = next(size for size in (1, 2, 4, 8) if most < 1 << (8 * size - 1))
+    head = json.dumps([first, len(values), values[0].tolist(), columns.tolist(), size], separators=(",", ":"))
+    return head.encode() + b"\n" + increases.astype(f"<i{size}").tobytes()
 
 
-def _text(befores: list[Values | None], lane: int, taken: int, at: FlowAt) -> str:
-    shape: list[int] = []
-    values = [taken, *flatten(at, shape)]
-    before, befores[lane] = befores[lane], (values, shape)
-    if before is None or len(before[0]) != len(values) or before[1] != shape:
-        return "=" + json.dumps([taken, listed(at, counts=True)], separators=(",", ":"))
-    return ",".join([str(a - b) if a != b else "" for a, b in zip(values, before[0], strict=True)])
+class _Steps(NamedTuple):
+    """The cursors of a lane after some steps, from ``first`` on. ``template``: one in whose places the numbers belong.
 
+    Without a template they are not numbers, but complete.
+    """
 
-_MOST_PENDING = 256
-_STEP = re.compile(rb"-(\d+)\.|(\.)|\{([^}]*)\}|(#)")
+    first: int
+    values: Any
+    template: At = None
+
+    def after(self, step: int) -> At:
+        values = self.values[min(step - self.first, len(self.values) - 1)]
+        return values if self.template is None else _filled(self.template, iter(values.tolist()))
 
 
 @dataclass(frozen=True)
 class LaneTrack:
     """The lanes of a rank over the steps of a pass.
 
-    ``begin``: for each lane the outputs that it had taken, and its cursor.
+    ``begin``: for each lane the outputs that it had taken, and its cursor. ``ended``: lanes that were at their end
+    then. ``end``: the same at the end of the epoch, if the pass came to it; it counts as one additional step.
     """
 
     begin: Mapping[int, At]
-    record: bytes
-    ended: frozenset[int] = frozenset()
-    """Lanes that were at their end when the pass began."""
+    ended: frozenset[int]
+    delivered: int
+    records: Sequence[Record] = field(repr=False)
+    end: Mapping[int, At] | None = None
 
     @cached_property
-    def _segments(self) -> dict[int, list[tuple[int, At, Int64Array]]]:
-        """By lane: (first step, a cursor as a template, the values of the cursor after each step from there on)."""
-        numbers = sorted(self.begin)
-        rows: dict[int, list[list[Any]]] = {}
-        found: dict[int, list[tuple[int, At, list[list[Any]]]]] = {}
-        for number in numbers:
-            rows[number] = [_numbers(self.begin[number])]
-            found[number] = [(0, self.begin[number], rows[number])]
-        step = waiting = 0
-        for skipped, dot, cursors, end in _STEP.findall(self.record):
-            if skipped or dot or end:
-                waiting += 1
+    def _steps(self) -> dict[int, list[_Steps]]:
+        """By lane, the records of its steps."""
+        found = {number: [_Steps(0, [at])] for number, at in self.begin.items()}
+        for record in self.records:
+            steps = found[record.number]
+            if record.kind == CURSORS:
+                steps.append(_Steps(*json.loads(zlib.decompress(record.content))))
                 continue
-            columns = [text.split(";") for text in cursors.decode().split("|")]
-            if not cursors or len(columns) != len(numbers) or any(len(one) != waiting for one in columns):
-                break  # damaged: what follows cannot be read
-            for texts in zip(*columns, strict=True):
-                step, waiting = step + 1, 0
-                for number, text in zip(numbers, texts, strict=True):
-                    if text.startswith("="):
-                        template = json.loads(text[1:])
-                        rows[number] = [_numbers(template)]
-                        found[number].append((step, template, rows[number]))
-                    elif text:
-                        rows[number].append(_sums(rows[number][-1], text.split(",")))
-                    else:
-                        rows[number].append(rows[number][-1])
-        return {
-            number: [
-                (first, template, np.array(values, dtype=object if _has_floats(values) else np.int64))
-                for first, template, values in segments
-            ]
-            for number, segments in found.items()
-        }
-
-    @cached_property
-    def delivered(self) -> int:
-        """Steps delivered."""
-        return sum(1 for skipped, dot, _, _ in _STEP.findall(self.record) if skipped or dot)
+            head, _, data = bytes(record.content).partition(b"\n")
+            first, count, base, columns, size = json.loads(head)
+            increases = np.frombuffer(data, f"<i{size}").reshape(count - 1, len(columns))
+            values = np.tile(np.array(base, np.int64), (count, 1))
+            values[1:, columns] += np.cumsum(increases, axis=0, dtype=np.int64)
+            template = steps[-1].template or steps[-1].values[-1]
+            steps.append(_Steps(first, values, template))
+        return found
 
     @cached_property
     def recorded(self) -> int:
-        """Steps, and the end of the epoch, whose cursors are recorded: a killed process may have left out the last."""
-        return max((segments[-1][0] + len(segments[-1][2]) - 1 for segments in self._segments.values()), default=0)
-
-    @property
-    def finished(self) -> bool:
-        """True if the end of the epoch was reached: its cursors are those of one additional step."""
-        return b"#" in self.record
+        """Delivered steps whose cursors are recorded: a killed process may have left out the last."""
+        last = (steps[-1].first + len(steps[-1].values) - 1 for steps in self._steps.values())
+        return min(self.delivered, min(last, default=0))
 
     def at(self, lane: int, step: int) -> At:
         """Return the cursor of a lane after a number of steps."""
-        return self._filled(lane, step)[1]
+        return self._place(lane, step)[1]
 
     def taken(self, lane: int, step: int) -> int:
         """Return the outputs that a lane has taken after a number of steps."""
-        return int(self._filled(lane, step)[0])
+        return int(self._place(lane, step)[0])
 
-    def _filled(self, lane: int, step: int) -> At:
-        for first, template, values in reversed(self._segments[lane]):
-            if first <= step:
-                return _filled(template, iter(values[min(step - first, len(values) - 1)].tolist()))
-        raise AssertionError(step)
-
-
-def _sums(values: list[Any], differences: list[str]) -> list[Any]:
-    return [a + int(b or 0) for a, b in zip(values, differences, strict=True)]
-
-
-def _numbers(at: At) -> list[Any]:
-    return [number for inner in at for number in (_numbers(inner) if isinstance(inner, list) else [inner])]
-
-
-def _has_floats(values: list[list[Any]]) -> bool:
-    return any(isinstance(value, float) for value in values[0])
+    def _place(self, lane: int, step: int) -> At:
+        if self.end is not None and step > self.delivered:
+            return self.end[lane]
+        steps = self._steps[lane]
+        return steps[bisect_right(steps, step, key=lambda some: some.first) - 1].after(step)
 
 
 def _filled(template: At, values: Iterator[Any]) -> At:

@@ -1,16 +1,13 @@
-"""Writing the ledger: a file for each loader of each process, appended to as batches are delivered.
+"""Writing the ledger: a journal for each loader of each process, appended to as batches are delivered.
 
-A pass over (the rest of) an epoch is a line of JSON with the positions of its steps and the position of the run before
-it. It is followed by one byte for each step: ``.``, or ``-3.`` if three of its rows were skipped; occasionally
-``@1500,20;``, the milliseconds since the pass began, and those in which the model waited for data, with more figures
-(``midepoch.audit.records``); and ``~`` after a write failure. The record of a step is thus a single byte that exists or
-does not, whatever kills the process, and a million rows in batches of 64 take 16 KB over all ranks. While it is
-written, a file is up to a page longer than its records, filled with zeros. ``seen`` in the line of JSON is overwritten
-once a second: the milliseconds from its ``time`` to the last step. So a killed run is not taken for one that runs. A
-loaded state is a line of JSON as well, with ``"load": true``.
+A pass over (the rest of) an epoch is a header with the cursor at which it begins, and a few counters
+(``midepoch.audit.records``). Delivering a batch adds 1 to the first of them: a store of 8 bytes into mapped memory,
+which exists or does not, whatever kills the process. So the record of a pass does not grow with its steps. Occasionally
+the milliseconds since the pass began and in which the model waited for data are appended, with more figures. A second
+counter has the time of the last step, once a second, so that a killed run is not taken for one that runs.
 
-If positions cannot be computed, some steps are followed by the units and cursors of the lanes in braces
-(``midepoch.audit.lanes``). ``#`` is the end of an epoch, with its cursors.
+If positions cannot be computed, the cursors of the lanes are appended for some steps together
+(``midepoch.audit.lanes``).
 """
 
 from __future__ import annotations
@@ -18,31 +15,38 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import mmap
 import os
 import secrets
 import socket
 import time
-from collections.abc import Sequence
+import weakref
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from itertools import count
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 from midepoch._internal.hints import hinted_methods
 from midepoch._internal.processes import silent_at_exit
-from midepoch.audit.documents import DocumentRecorder, mapped_room
+from midepoch.audit.documents import DocumentRecorder
+from midepoch.audit.journal import Journal
 from midepoch.audit.lanes import LaneRecorder, Places
-from midepoch.audit.orders import save_lengths, save_order, stream_name
+from midepoch.audit.orders import mix_of, order_name, save_lengths, save_order, stream_name
 from midepoch.audit.records import (
-    LOST,
+    ACKED,
+    HEADER,
+    MARK,
+    OVER,
+    RETURNED,
+    SKIPPED,
     SUFFIX,
+    Count,
     Figures,
+    Header,
     LeaseSteps,
     MeasuredFigures,
     RecordedBatching,
-    header_of,
+    acknowledgement,
     numbered,
     read_passes,
     steps_in,
@@ -51,8 +55,9 @@ from midepoch.distributed.runs import start_name
 from midepoch.distributed.world import World
 from midepoch.errors import StateError
 from midepoch.order import Shard
+from midepoch.order.intervals import Intervals
 from midepoch.pipeline.cursor import Cursor
-from midepoch.pipeline.lanes import Share
+from midepoch.pipeline.lanes import Share, StepOutputs
 from midepoch.pipeline.planned import Planning
 from midepoch.pipeline.plans import UNKNOWN
 from midepoch.pipeline.reach import start
@@ -93,9 +98,10 @@ def _last(known: list[tuple[int, str, Path]], shard: Shard, stream: str) -> list
             passes = read_passes(path)
         except (OSError, StateError):
             continue
-        if passes and passes[0].process != process_name() and passes[0].shape.stream == stream:
+        headers = [one.header for one in passes]
+        if passes and headers[0].process != process_name() and headers[0].stream == stream:
             files[path.name] = steps_in(passes, stream)
-            named |= {name for one in passes for name, _ in one.previous}
+            named |= {name for one in headers for name, _ in one.previous}
     return [one for one in files.items() if one[0] not in named][:1]
 
 
@@ -112,10 +118,6 @@ def attempt_name(shard: Shard) -> str:
     )
 
 
-# The number of this process. Asking the system for it takes 0.2 µs, a fourth of the record of a step.
-_process = SimpleNamespace(number=os.getpid())
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=lambda: setattr(_process, "number", os.getpid()))
 _births: dict[int, str] = {}
 
 
@@ -157,11 +159,19 @@ _log = logging.getLogger("midepoch")
 _MARK_SECONDS = 5.0
 _FIRST_MARK = 1.0  # each of the next comes after twice the time, up to _MARK_SECONDS
 _SEEN_SECONDS = 1.0
-_SEEN = b'"seen":"%012d"'
-_PAGE = mmap.PAGESIZE
-_STEP = ord(".")
 _numbers = count(1)  # passes of this process
 _latest: dict[tuple[str, int], Ledger] = {}  # the ledger that began the last pass of a stream and rank in this process
+_ledgers: weakref.WeakSet[Ledger] = weakref.WeakSet()
+
+
+def _leave_to_parent() -> None:
+    """Count nothing in the files of the parent: called in a fork."""
+    for ledger in _ledgers:
+        ledger.counters, ledger.due = list(ledger.counters), 0.0
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_leave_to_parent)
 
 
 @hinted_methods({}, only=["__init__"])
@@ -182,22 +192,20 @@ class Ledger:
                 f"a ledger is appended to at every step, which {Address(text)} does not support. Pass a local folder."
             )
         self.folder, self.name, self._attempt = Path(text).expanduser(), name, attempt
-        self._file, self._owner, self._rows, self._beside = -1, 0, ("", 0), False
-        self._began = self._last = self._mark = self._due = self._synced = 0.0
-        self._measured: MeasuredFigures | None = None
-        self._base, self._latest, self._waited, self._seen = Figures(), Figures(), 0.0, 0
-        self._pages: mmap.mmap | None = None
-        self._lanes = LaneRecorder()
-        self._how, self._passed = "fresh", False  # the latter: a pass was begun since a state was loaded
-        """How the run comes to its next pass: it is "fresh", a state was "loaded", or it is "on" its way."""
-        self._origin: Any = Cursor()
-        """The place after the last batch recorded, or of a loaded state."""
         self.documents = DocumentRecorder()
-        self._path, self._ends, self._ended_at = self.folder, False, 0
-        self.end = self._room = 0
-        """Bytes recorded so far."""
-        self.undo: tuple[int, int] | None = None
-        """The end of the records before the last step, until its batch is delivered."""
+        self.counters: Any = [0] * len(Count)
+        """Those of the pass (``Count``), in its file. The loader counts its steps there."""
+        self.due = 0.0
+        """Time, by ``time.perf_counter``, from which on ``step`` is to be called for the next step."""
+        self.lanes: LaneRecorder | None = None
+        """The steps whose cursors are not written yet, if positions cannot be computed."""
+        self._journal: Journal | None = None
+        self._how, self._passed = "fresh", False  # how the run comes to its next pass; True if one was begun
+        self._rows, self._beside, self._ends = ("", 0), False, False
+        self._began = self._mark = self._synced = self._waited = 0.0
+        self._measured: MeasuredFigures | None = None
+        self._base, self._latest = Figures(), Figures()
+        _ledgers.add(self)
 
     def __repr__(self) -> str:
         return f"Ledger({str(self.folder)!r}{f', name={self.name!r}' if self.name else ''})"
@@ -217,25 +225,16 @@ class Ledger:
         """Return the name of this start. Raises if the ranks have none in common."""
         return attempt_name(shard) if self._attempt is None else self._attempt
 
-    def loaded(self, cursor: Cursor) -> None:
-        """Note that a state was loaded: the run continues there."""
-        self._how, self._origin = "loaded", cursor
-
-    def chosen(self, cursor: Cursor) -> None:
-        """Note that an epoch was chosen. A new run begins there, as by those who make a loader for every epoch."""
-        if self._how == "fresh":
-            self._origin = cursor
-
     def begin(
         self,
         spec: PipelineSpec,
         cursor: Cursor,
         batching: RecordedBatching,
+        measured: MeasuredFigures,
         *,
         until: int = UNKNOWN,
         planning: Planning | None = None,
         workers: int = 0,
-        measured: MeasuredFigures | None = None,
         sources: Sequence[str] = (),
         leased: LeaseSteps | None = None,
         load: bool = False,
@@ -246,219 +245,186 @@ class Ledger:
         the documents of steps are recorded. ``leased``: the steps of its leases, if its batches are leases. ``load``: a
         state was loaded, and no pass is begun yet.
         """
-        shard, in_lanes = spec.shard, spec.unit == "outputs"
-        self._ends = until == UNKNOWN  # then the end is recorded when it is reached
+        shard, attempt = spec.shard, self.attempt(spec.shard)
+        self._how = "loaded" if load else "on" if self.counters[Count.STEPS] else self._how
         self._rows = (stream_name(spec, self.name), shard.index)
-        origin = self._origin if isinstance(self._origin, Cursor) else self._origin.cursor()
-        how = "loaded" if load else self._how
-        header: dict[str, Any] = {
-            **header_of(spec, cursor, origin, batching, until, leased),
-            "process": process_name(),
-            "space": process_space(),
-            "attempt": self.attempt(shard),
-            "stream": self._rows[0],
-            "name": self.name,
-            "how": how,
-            "workers": workers,
-            "number": next(_numbers),
-            "time": round(time.time(), 3),
-            **{key: value for key, value in (("load", load), ("sources", list(sources))) if value},
-        }
-        self._lanes = LaneRecorder()
-        if in_lanes:
+        self._ends = until == UNKNOWN  # then the end is recorded when it is reached
+        self.counters, self.due, self.lanes, self._passed = [0] * len(Count), 0.0, None, not load
+        self._began = self._synced = time.perf_counter()
+        self._mark = self._began + min(_FIRST_MARK, _MARK_SECONDS)
+        self._measured, self._waited = measured, measured.all_waited
+        self._base = self._latest.counted_from(measured.figures())
+        if spec.unit == "outputs":
             numbers = Share.of(spec.lanes, shard).lanes.positions(0, spec.lanes).tolist()
-            self._lanes = LaneRecorder(cursor.lanes, numbers, start(spec.node))
-            header |= {"lanes": spec.lanes, "cursors": list(self._lanes.begin.items()), "ended": self._lanes.ended}
+            self.lanes = LaneRecorder(cursor.lanes, numbers, start(spec.node))
         try:
-            header |= self._open(header["attempt"], shard)
-            if sources and in_lanes and not load:  # else rows follow from positions
-                self.documents.begin(self._path, header["number"])
+            journal, previous = self._opened(attempt, shard)
+            number = next(_numbers)
+            if sources and self.lanes is not None and not load:  # else rows follow from positions
+                self.documents.begin(journal.path, number)
             save_order(self.folder, spec)
             if planning is not None:
                 save_lengths(self.folder, spec, planning)
+            header = Header(
+                attempt,
+                self._rows[0],
+                order_name(spec),
+                self.name,
+                process_name(),
+                process_space(),
+                number,
+                round(time.time(), 3),
+                previous,
+                self._how,
+                load,
+                rank=shard.index,
+                ranks=shard.count,
+                workers=workers,
+                unit=spec.unit,
+                cursor=cursor if self.lanes is None else cursor.without_stages(),
+                lanes=0 if self.lanes is None else spec.lanes,
+                stages=[] if self.lanes is None else list(self.lanes.begin.items()),
+                ended=[] if self.lanes is None else self.lanes.ended,
+                end=until,
+                rows=spec.rows,
+                batching=batching,
+                excluded=spec.excluded_texts,
+                leases=leased,
+                mix=mix_of(spec.node, cursor.epoch),
+                sources=sources,
+            )
+            journal.append(HEADER, header.to_json())
+            if load:
+                return
+            self.counters = journal.append_counters(len(Count))
         except OSError as problem:
             self._lose(problem)
-            return
-        self._passed = not load
-        if load:
-            self._write(b"\n" + json.dumps(header, separators=(",", ":")).encode() + b"\n")
             return
         before, _latest[self._rows] = _latest.get(self._rows), self
         self._beside = self._how == "on" and before not in (None, self)
         if before is not None and before is not self:
-            before._beside = True  # if it continues with its own pass after this
-        self._began = self._last = self._synced = time.monotonic()
-        self._measured = measured
-        if measured is not None:
-            self._base = self._latest.counted_from(measured.figures())
-            self._waited = measured.all_waited
-        self._mark = self._began + min(_FIRST_MARK, _MARK_SECONDS)
-        self._due = min(self._mark, self._began + _SEEN_SECONDS)
-        line = json.dumps({**header, "seen": f"{0:012}"}, separators=(",", ":")).encode()
-        self._seen = self.end + 1 + line.rindex(_SEEN % 0)
-        self._write(b"\n" + line + b"\n")
+            before._beside, before.due = True, 0.0  # if it continues with its own pass after this
 
-    def step(self, skipped: int, waited: float, at: Any) -> None:
-        """Record that a batch is delivered without ``skipped`` of its rows, and the place after it.
+    def _opened(self, attempt: str, shard: Shard) -> tuple[Journal, list[tuple[str, int]]]:
+        """Return a journal of its own, and if it is new the files of earlier processes. Raises OSError."""
+        if self._journal is not None and self._journal.is_open:
+            return self._journal, []
+        self.folder.mkdir(parents=True, exist_ok=True)
+        name, previous = new_file(self.folder, attempt, shard, self._rows[0])
+        self._journal = Journal(self.folder / name)
+        return self._journal, previous
 
-        ``waited``: seconds that the model has waited since the pass began. It is taken back by ``take_back`` until
-        ``undo`` is None.
+    def step(self, number: int, skipped: int) -> None:
+        """Record more of a step than that it is delivered, right before it is: skipped rows, and times that are due.
+
+        ``number``: steps of the pass before it.
         """
-        now, lanes, places = time.monotonic(), self._lanes, None
-        self._last = now
-        if lanes.numbers:
-            places = Places.of(at, lanes.numbers)
-            if lanes.is_due(places):  # the cursors of earlier steps are written before this one
-                self.flush()
-        due, end = now >= self._due, self.end
-        self.undo = (end, len(lanes.pending))
-        self._how, self._origin = "on", at
-        pages = self._pages
-        is_plain = not (due or skipped or self._beside) and self._owner == _process.number
-        if pages is not None and is_plain and end + 1 < self._room:
-            pages[end] = _STEP  # most steps
-            self.end = end + 1
-            if places is not None:
-                lanes.pending.append(places)
-            return
-        record = b"." if not skipped else b"-%d." % skipped
+        if skipped:
+            self._append(SKIPPED, json.dumps([number, skipped]).encode())
         if self._beside:
-            record += b"!"  # another loader of the same rows has begun a pass meanwhile
-            self._beside = False
-        is_mark = due and now >= self._mark
-        if is_mark:
-            record += self._times(now, waited)
-        self._write(record)
-        if places is not None:
-            lanes.pending.append(places)
-        if is_mark:
-            self._mark = now + min(_MARK_SECONDS, max(_FIRST_MARK, now - self._began))
+            self._beside, self.counters[Count.BESIDE] = False, 1
+        now = time.perf_counter()
+        if now >= self._mark:
+            self._write_mark(number + 1, now)
             self.flush()
-        if due:
-            self._see(now)
-            if is_mark and now - self._synced >= _MARK_SECONDS:
+            self._mark = now + min(_MARK_SECONDS, max(_FIRST_MARK, now - self._began))
+            if now - self._synced >= _MARK_SECONDS:
                 self.sync()
                 self._synced = now
+        self._see(now)
+
+    def add(self, at: Any) -> None:
+        """Keep where the lanes are after a step, right before it is delivered.
+
+        The cursors of earlier steps are written when a lane has come to another chunk.
+        """
+        lanes = self.lanes
+        assert lanes is not None
+        places = (at.marks, at.after) if isinstance(at, StepOutputs) else lanes.places(at)
+        if lanes.pending:
+            for mark, other in zip(lanes.pending[0][0], places[0], strict=True):
+                if mark[0] is not other[0]:
+                    self.flush()
+                    break
+        lanes.pending.append(places)
+        lanes.last = at
 
     def _see(self, now: float) -> None:
-        """Write the time of the last step into the line of JSON."""
-        self._due = min(self._mark, now + _SEEN_SECONDS)
-        seen = _SEEN % ((now - self._began) * 1000)
-        if self._file < 0 or self._owner != os.getpid():
-            return
-        if self._pages is not None:
-            self._pages[self._seen : self._seen + len(seen)] = seen
-        else:
-            with suppress(OSError):
-                os.pwrite(self._file, seen, self._seen)
+        """Note the time of the last step."""
+        self.counters[Count.SEEN] = max(0, int((now - self._began) * 1000))
+        self.due = min(self._mark, now + _SEEN_SECONDS)
 
-    def note(self, record: bytes) -> None:
-        """Add a record of leases to the pass."""
-        self._write(record)
+    def _write_mark(self, steps: int, now: float) -> None:
+        assert self._measured is not None
+        waited = max(0.0, self._measured.all_waited - self._waited)
+        self._latest = self._measured.figures()
+        elapsed = max(0, int((now - self._began) * 1000))
+        self._append(MARK, json.dumps([steps, elapsed, int(waited * 1000), self._latest.minus(self._base)]).encode())
+
+    def acknowledged(self, steps: Intervals, units: Mapping[int, Intervals], *, rejected: bool) -> None:
+        """Record leases that were acknowledged or rejected, and their units."""
+        self._append(ACKED, acknowledgement(steps, units, rejected=rejected))
+
+    def returned(self) -> None:
+        """Record that the leases that are out are returned."""
+        self._append(RETURNED, json.dumps(self.counters[Count.STEPS]).encode())
 
     def flush(self) -> None:
         """Write the cursors of the lanes that are pending: a state is saved, or another pass begins."""
-        lanes = self._lanes
-        if lanes.pending:
-            last = lanes.pending[-1]
-            record, before = lanes.record()
-            self._write(record)
-            lanes.pending, lanes.before = [], before  # no call between: an interrupt does not come here
-            if last.ended and self._ends:  # also if no pass comes to ask for another batch
-                self._end_lanes(lanes, last)
+        lanes, steps = self.lanes, self.counters[Count.STEPS]
+        if lanes is None:
+            return
+        for kind, content, number in lanes.records(steps):
+            self._append(kind, content, number)
+        if (end := lanes.written(steps)) is not None:  # also if no pass comes to ask for another batch
+            self._end(end)
 
     def leave(self) -> None:
         """Write what is pending: a pass ends, or is left."""
         self.flush()
         self.documents.trim()
 
-    def _times(self, now: float, waited: float) -> bytes:
-        measured = self._measured
-        waited = waited if measured is None else measured.all_waited
-        mark = b"@%d,%d;" % ((now - self._began) * 1000, max(0.0, waited - self._waited) * 1000)
-        if measured is None:
-            return mark
-        self._latest = measured.figures()
-        return mark + self._latest.minus(self._base).record()
-
-    def take_back(self) -> None:
-        """Discard the record of the last step, if it is not delivered: an interrupt came before."""
-        if self.undo is None:
-            return
-        (end, pending), self.undo = self.undo, None
-        del self._lanes.pending[pending:]
-        self._ends = self._ends or bool(self._lanes.numbers and self._ended_at >= end)
-        if self._file < 0 or self._owner != os.getpid() or not end <= self._room:
-            return
-        zeros = bytes(self._room - end)
-        if self._pages is not None:
-            self._pages[end : self._room] = zeros
-        else:
-            with suppress(OSError):
-                os.pwrite(self._file, zeros, end)
-        self.end = end
-
-    def finish(self, waited: float, end: Cursor) -> None:
+    def finish(self, end: Cursor) -> None:
         """Record that a pass was iterated to its end. One without a batch has no record but that of its state."""
         self.flush()
         if not self._passed:
-            self._origin = end
             return
-        if self._ends and self._lanes.numbers and end.lanes:
-            self._end_lanes(self._lanes, Places.of(end, self._lanes.numbers))
-        elif self._ends:
-            self._write(b"#")
-        self._how, self._origin = "on", end
-        self._write(self._times(self._last, waited))  # as all marks, at a step: what follows is not its time
-        self._see(self._last)
+        self._end(None if self.lanes is None else self.lanes.places(end))
+        self._how = "on"
+        assert self._measured is not None
+        last = self._measured.last_delivery or self._began  # as all marks, at a step: what follows is not its time
+        self._write_mark(self.counters[Count.STEPS], last)
+        self._see(last)
         self.sync()
 
-    def _end_lanes(self, lanes: LaneRecorder, places: Places) -> None:
-        """Record the end of the epoch, and the places of the lanes there, once."""
-        self._ends, self._ended_at, lanes.pending = False, self.end, [places]
-        self._write(b"#" + lanes.record()[0])
-        lanes.pending = []
+    def _end(self, places: Places | None) -> None:
+        """Record the end of the epoch, and the places of the lanes there, once. It may be known before."""
+        if self._ends:
+            self._ends = False
+            lanes = [] if self.lanes is None or places is None else self.lanes.end(places)
+            self._append(OVER, json.dumps(lanes).encode())
 
     def sync(self) -> None:
         """Write the ledger to disk. (A process that dies loses nothing without it, but a machine may.)"""
-        if self._file >= 0 and self._owner == os.getpid():
+        if self._journal is not None:
             try:
-                os.fsync(self._file)
+                self._journal.sync()
                 self.documents.sync()
             except OSError as problem:
                 self._lose(problem)
 
-    def _open(self, attempt: Any, shard: Shard) -> dict[str, Any]:
-        """Open a file of its own if necessary, and return the fields of its first line."""
-        if self._file >= 0 and self._owner == os.getpid():
-            return {}
-        self.folder.mkdir(parents=True, exist_ok=True)
-        name, previous = new_file(self.folder, str(attempt), shard, self._rows[0])
-        self._path = self.folder / name
-        self._file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
-        self._owner, self.end, self._room, self._pages = os.getpid(), 0, 0, None
-        return {"previous": previous}
-
-    def _write(self, record: bytes) -> None:
-        if self._file < 0:
+    def _append(self, kind: bytes, content: bytes, number: int = 0) -> None:
+        journal = self._journal
+        if journal is None:
             return
-        if self._owner != os.getpid():  # a fork: its batches are not those of its parent
-            os.close(self._file)
-            self._file, self._pages = -1, None
+        if not journal.is_open:
+            self._journal = None
             _log.error("batches of a forked process from its parent's loader are not recorded in %s", self.folder)
             return
-        end = self.end + len(record)
         try:
-            if end >= self._room:  # one byte is reserved for LOST
-                self._grow(end + 1)
-            if self._pages is not None:
-                self._pages[self.end : end] = record
-            elif os.pwrite(self._file, record, self.end) < len(record):
-                raise OSError(28, "No space left on device")
+            journal.append(kind, content, number)
         except OSError as problem:
             self._lose(problem)
-            return
-        self.end = end
 
     def _lose(self, problem: OSError) -> None:
         """Stop recording this pass.
@@ -470,34 +436,20 @@ class Ledger:
             "as incomplete. Recording is tried again with the next pass.",
             self.folder, problem.strerror or problem,
         )  # fmt: skip
-        if self._file >= 0 and self._owner == os.getpid():
-            with suppress(OSError):
-                if self._pages is not None and self.end < self._room:
-                    self._pages[self.end : self.end + 1] = LOST
-                elif self._pages is None:
-                    os.pwrite(self._file, LOST, self.end)
-                self.end += 1
+        self.counters[Count.LOST] = 1
         self._close()
 
-    def _grow(self, end: int) -> None:
-        """Allocate more space, on disk and mapped."""
-        room = -(-end // _PAGE) * _PAGE
-        self._pages = mapped_room(self._file, self._room, room)
-        self._room = room
-
     def _close(self) -> None:
-        if self._owner == os.getpid():
-            self.flush()
+        journal, self._journal = self._journal, None
+        self.counters = list(self.counters)  # what follows is not in the file any more
         self.documents.close()
-        file, self._file, self._pages = self._file, -1, None
-        if file >= 0 and self._owner == os.getpid():
-            with suppress(OSError):
-                os.ftruncate(file, self.end)
-            os.close(file)
+        if journal is not None:
+            journal.close()
 
     @silent_at_exit
     def __del__(self) -> None:
-        if getattr(self, "_file", -1) >= 0:
+        if getattr(self, "_journal", None) is not None:
+            self.flush()
             self._close()
 
     def __reduce__(self) -> tuple[Any, ...]:

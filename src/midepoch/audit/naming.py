@@ -68,7 +68,7 @@ def _check_ranks(run: Run) -> None:
     blocks = Counter((one.beginning[:2], one.shape.epoch, rank) for one in leased for rank in one.steps)
     again = {(start, epoch) for (start, epoch, _), count in blocks.items() if count > 1}
     for one in leased:
-        alone = one.missing or len({record.how for record in one.of_rank.values()}) > 1
+        alone = one.missing or len({record.header.how for record in one.of_rank.values()}) > 1
         if alone and (one.beginning[:2], one.shape.epoch) in again:
             raise DataNotFoundError(
                 f"epoch {one.shape.epoch}: each rank takes leases at its own pace, and one has left a block and "
@@ -93,7 +93,10 @@ def rows_delivered_at(run: Run, step: int) -> list[tuple[int, int]]:
 
 
 def documents_of_step(run: Run, step: int) -> list[Document] | None:
-    """Return the documents of a step, or None if they are not recorded."""
+    """Return the documents of a step, rank by rank in the order of the batch, with the tokens of each.
+
+    None if they are not recorded: the loader had no ``provenance=True``, or ``rows_of_step`` is exact without it.
+    """
     return _documents_at(run, _place_of(run, step), step)
 
 
@@ -113,14 +116,17 @@ def _documents_at(run: Run, found: _Place, step: int) -> list[Document] | None:
     return documents
 
 
-def documents_of_row(run: Run, row: int, source: int | str) -> list[Document] | None:
-    """Return every delivery of a row, or None if they are not recorded."""
+def documents_of_row(run: Run, row: int, source: int | str = 0) -> list[Document] | None:
+    """Return every delivery of a row, with its tokens. ``source``: its number or name.
+
+    None if they are not recorded.
+    """
     _check_ranks(run)
     if not all(one.documents for one in run.generations):
         return None
     documents: list[Document] = []
     for one, before in zip(run.generations, run.first_steps, strict=True):
-        names = one.first.sources
+        names = one.first.header.sources
         leaf = names.index(source) if source in names else source
         if isinstance(leaf, str) or not 0 <= leaf < len(names):
             known = ", ".join(f"{i} ({name})" for i, name in enumerate(names[:20]))
@@ -143,7 +149,7 @@ def _check_row(source: KnownSource, row: int, name: str) -> None:
 def _documents(run: Run, one: Generation, table: DocumentTable, step: int, rank: int) -> Iterator[Document]:
     sources = run.order_of(one).sources
     return documents_of(
-        table, step, one.shape.epoch, rank, one.first.sources, lambda source, row: sources[source].place(row)
+        table, step, one.shape.epoch, rank, one.first.header.sources, lambda source, row: sources[source].place(row)
     )
 
 
@@ -175,8 +181,8 @@ def _rows_at(run: Run, at: _Place, step: int) -> list[Delivery]:
     ]
 
 
-def steps_of_row(run: Run, row: int, source: int) -> list[Delivery]:
-    """Return every step that saw a row, epoch by epoch."""
+def steps_of_row(run: Run, row: int, source: int = 0) -> list[Delivery]:
+    """Return every step that saw a row, epoch by epoch. ``source``: its number, if there are several."""
     _check_ranks(run)
     sources = run.order.sources
     if not 0 <= source < len(sources):
@@ -212,8 +218,8 @@ def _steps_with(run: Run, one: Generation, before: int, position: int, row: int)
                 yield Delivery(before + low + 1, one.shape.epoch, position, rank, row)
 
 
-def overlap(run: Run, other: Run, report: Report | None) -> Overlap:
-    """Return the number of rows of the files that both runs have seen."""
+def overlap(run: Run, other: Run, report: Report | None = None) -> Overlap:
+    """Return the number of rows of the files that both runs have seen, in any order and selection."""
     data, other_data = run.order.source.about["data"], other.order.source.about["data"]
     if data != other_data:
         raise StateError(
@@ -243,6 +249,6 @@ def _positions_of(run: Run, one: Generation) -> Iterator[tuple[int, Int64Array]]
         return
     lanes = run.lanes_of(one)
     for lane in range(one.lanes):
-        if (track := lanes.owner(one, lane)) is not None:
+        if (track := one.owner(lane)) is not None:
             for some in lanes.intervals(one, lane, 0, min(track.delivered, one.kept_steps)):
                 yield some.epoch, some.lane.locals(some.first, some.first + some.touched)

@@ -12,7 +12,7 @@ import json
 import os
 import secrets
 import zipfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -54,8 +54,8 @@ class WeightChange(NamedTuple):
 class RecordedMix:
     """Names of the sources, weights that were set and the number of their phase, and the schedule as text."""
 
-    names: tuple[str, ...]
-    weights: tuple[float, ...] | None = None
+    names: Sequence[str]
+    weights: Sequence[float] | None = None
     phase: int = 0
     text: str = ""
 
@@ -96,38 +96,23 @@ class RecordedMix:
         """Return the weights that were set, as a change at a step."""
         assert self.weights is not None
         weights = shares(self.weights)
-        names = self.names or tuple(map(str, range(len(weights))))
+        names = self.names or list(map(str, range(len(weights))))
         phase = None if self.schedule is None else self.schedule.plan[self.phase].name
         return WeightChange(step, epoch, position, phase, dict(zip(names, weights, strict=True)))
 
 
-def mix_of(node: Node, epoch: int) -> dict[str, Any]:
-    """Return the field of a header for the mix, if it has a schedule or weights that were set.
+def mix_of(node: Node, epoch: int) -> RecordedMix | None:
+    """Return the mix of a pipeline, if it has a schedule or weights that were set.
 
     With a schedule, weights apply only in the epoch in which they were set.
     """
     mix = node.base
     if not isinstance(mix, Mix) or (mix.learned is None and mix.schedule is None):
-        return {}
-    fields: dict[str, Any] = {"names": list(mix.names)}
-    if mix.learned is not None and (mix.schedule is None or mix.learned.epoch == epoch):
-        fields |= {"phase": mix.learned.phase, "weights": list(mix.learned.weights)}
-    if mix.schedule is not None:
-        fields["schedule"] = mix.schedule.text
-    return {"mix": fields}
-
-
-def read_mix(fields: Mapping[str, Any] | None) -> RecordedMix | None:
-    """Return the mix in a header."""
-    if fields is None:
         return None
-    weights = fields.get("weights")
-    return RecordedMix(
-        tuple(fields["names"]),
-        None if weights is None else tuple(weights),
-        fields.get("phase", 0),
-        fields.get("schedule", ""),
-    )
+    names, text = list(mix.names), "" if mix.schedule is None else mix.schedule.text
+    if mix.learned is not None and (mix.schedule is None or mix.learned.epoch == epoch):
+        return RecordedMix(names, list(mix.learned.weights), mix.learned.phase, text)
+    return RecordedMix(names, text=text)
 
 
 def weight_changes(passes: Iterable[tuple[int, Generation]]) -> list[WeightChange]:
@@ -135,7 +120,7 @@ def weight_changes(passes: Iterable[tuple[int, Generation]]) -> list[WeightChang
     found: list[WeightChange] = []
     last = None
     for steps, one in passes:
-        mix = one.first.mix
+        mix = one.first.header.mix
         current = None if mix is None or mix.weights is None else (mix.phase, mix.weights)
         if current is not None and current != last and mix is not None:
             found.append(mix.change(steps + 1, one.shape.epoch, one.cursor.position))

@@ -50,27 +50,27 @@ class Generation:
     @property
     def is_load(self) -> bool:
         """True if a state was loaded, and no pass is begun yet."""
-        return self.first.is_load
+        return self.first.header.is_load
 
     @property
     def in_lanes(self) -> bool:
         """True if positions cannot be computed."""
-        return self.first.unit == "outputs"
+        return self.first.header.unit == "outputs"
 
     @property
     def lanes(self) -> int:
         """The number of lanes, or 0 if positions can be computed."""
-        return self.first.lanes
+        return self.first.header.lanes
 
     @property
     def before(self) -> int:
         """Steps of the run before it: the most of all ranks."""
-        return max(one.cursor.steps for one in self.of_rank.values())
+        return max(one.header.cursor.steps for one in self.of_rank.values())
 
     @property
     def cursor(self) -> Cursor:
         """The cursor at which it begins, with the lanes of all ranks."""
-        lanes = {number: lane for one in self.of_rank.values() for number, lane in one.cursor.lanes.items()}
+        lanes = {number: lane for one in self.of_rank.values() for number, lane in one.header.cursor.lanes.items()}
         return Cursor(self.shape.epoch, lanes, self.before)
 
     @property
@@ -92,7 +92,7 @@ class Generation:
     @property
     def how(self) -> str:
         """The way in which the run came to it: if one rank loaded a state, all are assumed to have."""
-        hows = {one.how for one in self.of_rank.values()}
+        hows = {one.header.how for one in self.of_rank.values()}
         return next(how for how in ("loaded", "fresh", "on") if how in hows)
 
     @property
@@ -109,12 +109,12 @@ class Generation:
     def documents(self) -> dict[int, tuple[RecordedDocuments, int]]:
         """By rank, the documents of the steps of its process, and the number of the pass in that process."""
         found = ((rank, one) for rank, one in self.of_rank.items() if one.documents is not None)
-        return {rank: (one.documents, one.beginning[1]) for rank, one in found if one.documents is not None}
+        return {rank: (one.documents, one.header.number) for rank, one in found if one.documents is not None}
 
     @property
     def marks(self) -> dict[int, tuple[float, tuple[Mark, ...]]]:
         """By rank, the time of its beginning, and its occasional records."""
-        return {rank: (one.beginning[2], one.marks) for rank, one in self.of_rank.items()}
+        return {rank: (one.header.time, one.marks) for rank, one in self.of_rank.items()}
 
     @property
     def last_steps(self) -> dict[int, float]:
@@ -124,7 +124,7 @@ class Generation:
     @property
     def processes(self) -> dict[int, tuple[str, str]]:
         """By rank, the name of its process, and of the machine or container in which it can be seen."""
-        return {rank: (one.process, one.space) for rank, one in self.of_rank.items()}
+        return {rank: (one.header.process, one.header.space) for rank, one in self.of_rank.items()}
 
     @property
     def lost(self) -> tuple[int, ...]:
@@ -132,9 +132,14 @@ class Generation:
         return tuple(rank for rank, one in self.of_rank.items() if one.lost)
 
     @property
-    def workers(self) -> int | None:
+    def workers(self) -> int:
         """The most workers of a rank."""
-        return max((one.workers for one in self.of_rank.values() if one.workers is not None), default=None)
+        return max(one.header.workers for one in self.of_rank.values())
+
+    def owner(self, lane: int) -> LaneTrack | None:
+        """Return the record of a lane: of the ranks that share it, that of the one with the most steps."""
+        tracks = [track for track in self.tracks.values() if lane in track.begin and lane not in track.ended]
+        return max(tracks, key=lambda track: track.delivered, default=None)
 
     def skipped(self, steps: int) -> int:
         """Return the rows that were skipped in the first steps."""
@@ -169,14 +174,14 @@ def read_generations(folder: Path) -> list[Generation]:
     files = {path.name: read_passes(path) for path in sorted(folder.glob(f"*{SUFFIX}"))}
     uses = _uses(files)
     of_process: dict[tuple[str, int], list[Passed]] = defaultdict(list)
-    reused = {one.shape.attempt for passes in files.values() for one in passes if uses.get(one.process, 0)}
+    reused = {one.shape.attempt for passes in files.values() for one in passes if uses.get(one.header.process, 0)}
     for passes in files.values():
         for one in passes:
             if one.shape.attempt in reused:
-                attempt = f"{one.shape.attempt} ({uses.get(one.process, 0) + 1})"
-                one = replace(one, shape=one.shape._replace(attempt=attempt), reused=True)
-            of_process[one.process, one.rank].append(one)
-    joined = [_joined(sorted(passes, key=lambda one: one.beginning)) for passes in of_process.values()]
+                attempt = f"{one.shape.attempt} ({uses.get(one.header.process, 0) + 1})"
+                one = replace(one, header=replace(one.header, attempt=attempt), reused=True)
+            of_process[one.header.process, one.header.rank].append(one)
+    joined = [_joined(sorted(passes, key=_beginning)) for passes in of_process.values()]
     generations = [_together(shape, passes, uses, files) for (shape, *_), passes in _grouped(joined).items()]
     return sorted(generations, key=lambda one: one.beginning)
 
@@ -189,13 +194,14 @@ def _grouped(processes: list[list[Passed]]) -> dict[tuple[Shape, bool, int, int]
     """
     counts: dict[tuple[Shape, bool], set[int]] = defaultdict(set)
     for passes in processes:
-        for kind, count in Counter((one.shape, one.is_load) for one in passes).items():
+        for kind, count in Counter((one.shape, one.header.is_load) for one in passes).items():
             counts[kind].add(count)
     groups: dict[tuple[Shape, bool, int, int], list[Passed]] = defaultdict(list)
     for passes in processes:
         keys = [
-            (one.shape, one.is_load, one.cursor.steps if len(counts[one.shape, one.is_load]) > 1 else 0)
+            (one.shape, load, one.header.cursor.steps if len(counts[one.shape, load]) > 1 else 0)
             for one in passes
+            for load in (one.header.is_load,)
         ]
         left = Counter(keys)
         for one, key in zip(passes, keys, strict=True):
@@ -212,8 +218,7 @@ def _joined(passes: list[Passed]) -> list[Passed]:
         if before is None or before.track is None or one.track is None or not one.finds_the_end_of(before):
             found.append(one)
             continue
-        track = replace(before.track, record=before.track.record + one.track.record)
-        found[-1] = replace(before, finished=True, track=track, seen=one.seen)
+        found[-1] = replace(before, finished=True, track=replace(before.track, end=one.track.end), seen=one.seen)
     return found
 
 
@@ -226,10 +231,10 @@ def _uses(files: dict[str, list[Passed]]) -> dict[str, int]:
     before: dict[str, tuple[str, bool]] = {}
     for passes in files.values():
         for one in passes:
-            for name, seen in one.previous:
+            for name, seen in one.header.previous:
                 if (previous := files.get(name)) and previous[0].shape.attempt == one.shape.attempt:
                     over = 0 < seen == steps_in(previous, one.shape.stream)
-                    before[one.process] = (previous[0].process, over)
+                    before[one.header.process] = (previous[0].header.process, over)
     found: dict[str, int] = {}
     for process in before:
         chain = [process]
@@ -245,34 +250,40 @@ def _overtaken(one: Passed, files: dict[str, list[Passed]]) -> bool:
     This is decided by the files that were visible, not by clocks. Between machines, where writes may become visible
     late, clocks must confirm it.
     """
-    for name, seen in one.previous:
+    for name, seen in one.header.previous:
         passes = files.get(name)
         if not passes or passes[0].shape.attempt == one.shape.attempt or steps_in(passes, one.shape.stream) <= seen:
             continue
         if (
-            host_of(passes[0].process) == host_of(one.process)
-            or max(map(_last_time, passes)) > one.beginning[2] + _OTHER_CLOCK
+            host_of(passes[0].header.process) == host_of(one.header.process)
+            or max(map(_last_time, passes)) > one.header.time + _OTHER_CLOCK
         ):
             return True
     return False
 
 
 def _last_time(one: Passed) -> float:
-    return max(one.seen, one.beginning[2] + (one.marks[-1].elapsed / 1000 if one.marks else 0))
+    return max(one.seen, one.header.time + (one.marks[-1].elapsed / 1000 if one.marks else 0))
+
+
+def _beginning(one: Passed) -> tuple[int, int, float]:
+    """Return the number of the start, of the pass in its process, and the time."""
+    return one.start, one.header.number, one.header.time
 
 
 def _together(shape: Shape, passes: list[Passed], uses: dict[str, int], files: dict[str, list[Passed]]) -> Generation:
     of_rank: dict[int, Passed] = {}
     for one in passes:  # several processes of one rank (tensor parallelism) see the same rows
-        if one.rank not in of_rank or one.steps > of_rank[one.rank].steps:
-            of_rank[one.rank] = one
-    starts, numbers, times = zip(*(one.beginning for one in passes), strict=True)
+        rank = one.header.rank
+        if rank not in of_rank or one.steps > of_rank[rank].steps:
+            of_rank[rank] = one
+    starts, numbers, times = zip(*map(_beginning, passes), strict=True)
     return Generation(
         shape,
-        (min(starts), uses.get(passes[0].process, 0), max(numbers), min(numbers)),
+        (min(starts), uses.get(passes[0].header.process, 0), max(numbers), min(numbers)),
         dict(sorted(of_rank.items())),
         tuple(rank for rank in range(shape.ranks) if rank not in of_rank),
-        min(one.end for one in passes),
+        min(one.header.end for one in passes),
         any(_overtaken(one, files) for one in passes),
         any(one.beside for one in passes),
         (min(times), max(map(_last_time, passes))),

@@ -30,8 +30,13 @@ from midepoch.pipeline.cursor import LaneCursor, WindowAt
 from midepoch.pipeline.plans import StepPlan, TokenPlan
 
 Int64Array = npt.NDArray[np.int64]
-Units = Mapping[int, Intervals]
-"""Numbers of units, by lane."""
+_LANE = 1 << 44
+"""Units of lane n are numbered from n << 44 on, so that those of all lanes are one set."""
+
+
+def in_lane(lane: int, units: Intervals) -> Intervals:
+    """Return units of a lane, as numbered among those of all lanes."""
+    return Intervals.of(units.starts + lane * _LANE, units.stops + lane * _LANE)
 
 
 class Plans(Protocol):
@@ -45,17 +50,22 @@ class Plans(Protocol):
 
 
 class Claim(NamedTuple):
-    """Statement of a record about the units before it: which are done, and which later ones are excluded."""
+    """Statement of a record about the units before it, in some lanes: which are done, and which later are excluded."""
 
-    done: Units
-    excluded: Units
+    lanes: frozenset[int]
+    done: Intervals = EMPTY
+    excluded: Intervals = EMPTY
 
-    def of(self, lanes: set[int]) -> Claim:
+    @property
+    def all_units(self) -> Intervals:
+        """All units of its lanes."""
+        starts = np.array(sorted(self.lanes), np.int64) * _LANE
+        return Intervals.of(starts, starts + _LANE)
+
+    def of(self, lanes: frozenset[int]) -> Claim:
         """Return what it says of some lanes."""
-        return Claim(
-            {lane: self.done.get(lane, EMPTY) for lane in lanes},
-            {lane: self.excluded.get(lane, EMPTY) for lane in lanes},
-        )
+        part = Claim(lanes).all_units
+        return Claim(lanes, self.done.intersection(part), self.excluded.intersection(part))
 
 
 Stretch = tuple[tuple[int, int], int]
@@ -84,13 +94,13 @@ class LeaseCounts(NamedTuple):
 class EpochUnits:
     """The units of an epoch: what the weights have seen, what is excluded, and what is wrong."""
 
-    kept: dict[int, Intervals] = field(default_factory=dict)
-    excluded: dict[int, Intervals] = field(default_factory=dict)
-    rejected: dict[int, Intervals] = field(default_factory=dict)
-    twice: dict[int, Intervals] = field(default_factory=dict)
-    lost: dict[int, Intervals] = field(default_factory=dict)
+    kept: Intervals = EMPTY
+    excluded: Intervals = EMPTY
+    rejected: Intervals = EMPTY
+    twice: Intervals = EMPTY
+    lost: Intervals = EMPTY
     """Units that a state claimed to be done, and that were not delivered before."""
-    dropped: dict[int, Intervals] = field(default_factory=dict)
+    dropped: Intervals = EMPTY
     """Outputs of lanes that were too few for a batch at the end of the epoch."""
     again: int = 0
     leased: int = 0
@@ -99,68 +109,35 @@ class EpochUnits:
 
     def go_back(self, claim: Claim) -> None:
         """Note that the run continues where a record claims that these units are done."""
-        for lane in claim.done:
-            kept, done = self.kept.get(lane, EMPTY), claim.done.get(lane, EMPTY)
-            # What was excluded and passed is done, too. A state from before an exclusion takes it back.
-            excluded = self.excluded.get(lane, EMPTY).minus(kept).intersection(done)
-            self.again += len(kept.minus(done))
-            self.kept[lane] = kept.intersection(done)
-            self.dropped[lane] = self.dropped.get(lane, EMPTY).intersection(done)
-            self.lost[lane] = done.minus(kept).minus(excluded).minus(self.dropped[lane])
-            self.twice[lane] = self.twice.get(lane, EMPTY).intersection(done)
-            self.rejected[lane] = self.rejected.get(lane, EMPTY).intersection(done)
-            self.excluded[lane] = excluded.union(claim.excluded.get(lane, EMPTY))
+        units, kept = claim.all_units, self.kept
+        gone = units.minus(claim.done)
+        self.again += len(kept.intersection(gone))
+        self.kept, self.dropped = kept.minus(gone), self.dropped.minus(gone)
+        self.twice, self.rejected = self.twice.minus(gone), self.rejected.minus(gone)
+        # What was excluded and passed is done, too. A state from before an exclusion takes it back.
+        passed = self.excluded.minus(gone).minus(kept.intersection(units))
+        missing = claim.done.minus(kept).minus(passed).minus(self.dropped)
+        self.lost, self.excluded = self.lost.minus(units).union(missing), passed.union(claim.excluded)
 
-    def exclude(self, claim: Claim) -> None:
-        """Note what a record of a run that continues has excluded."""
-        for lane, units in claim.excluded.items():
-            self.excluded[lane] = self.excluded.get(lane, EMPTY).union(units)
-
-    def deliver(self, units: Units) -> None:
+    def deliver(self, units: Intervals) -> None:
         """Note units that were delivered or, with leases, acknowledged."""
-        for lane, some in units.items():
-            kept = self.kept.get(lane, EMPTY)
-            self.twice[lane] = self.twice.get(lane, EMPTY).union(some.intersection(kept))
-            self.kept[lane] = kept.union(some)
-
-    def drop(self, units: Units) -> None:
-        """Note units that are left over at the end of the epoch."""
-        for lane, some in units.items():
-            self.dropped[lane] = self.dropped.get(lane, EMPTY).union(some)
+        self.twice = self.twice.union(units.intersection(self.kept))
+        self.kept = self.kept.union(units)
 
     @property
-    def dropped_count(self) -> int:
-        """Outputs of lanes that were dropped, and not delivered or excluded."""
-        gone = ((self.kept.get(n, EMPTY), self.excluded.get(n, EMPTY), some) for n, some in self.dropped.items())
-        return sum(len(some.minus(kept).minus(excluded)) for kept, excluded, some in gone)
-
-    @property
-    def repeated(self) -> int:
-        """Units that were delivered more than once."""
-        return sum(map(len, self.twice.values()))
-
-    @property
-    def never(self) -> int:
+    def never(self) -> Intervals:
         """Units that were passed over."""
-        return sum(len(lost.minus(self.kept.get(lane, EMPTY))) for lane, lost in self.lost.items())
+        return self.lost.minus(self.kept)
+
+    @property
+    def left_out(self) -> Intervals:
+        """Units that are excluded and were not delivered."""
+        return self.excluded.minus(self.kept)
 
     @property
     def examples(self) -> tuple[int, ...]:
         """The first units that were delivered more than once, or passed over."""
-        wrong = EMPTY.union(
-            *self.twice.values(), *(lost.minus(self.kept.get(n, EMPTY)) for n, lost in self.lost.items())
-        )
-        return tuple(wrong.first(10))
-
-    @property
-    def count(self) -> int:
-        """Units that the weights have seen."""
-        return sum(map(len, self.kept.values()))
-
-    @property
-    def excluded_count(self) -> int:
-        """Units that are excluded and were not delivered."""
-        return sum(len(units.minus(self.kept.get(lane, EMPTY))) for lane, units in self.excluded.items())
+        return tuple(self.twice.union(self.never).first(10))
 
 
 class History:
@@ -212,27 +189,23 @@ class History:
             self._add(look, before, turns[id(look)])
             return how
         here = self.epochs.setdefault(look.shape.epoch, EpochUnits())
-        here.again += sum(map(len, units.values()))
+        here.again += len(units)
         return before if how != "fresh" and not following.is_load else how
 
-    def _is_after(self, look: Generation, one: Generation, units: Units) -> bool:
+    def _is_after(self, look: Generation, one: Generation, units: Intervals) -> bool:
         """Return True if a record begins after a look, whose units are done there, and no others."""
         if look.shape.epoch != one.shape.epoch:
             return False
-        before, after = claim_of(look, self._plans), claim_of(one, self._plans).done
-        for lane, done in after.items():
-            own = units.get(lane, EMPTY)
-            known = own.union(before.done.get(lane, EMPTY), before.excluded.get(lane, EMPTY))
-            if own.minus(done) or done.minus(known):
-                return False
-        return True
+        before, after = claim_of(look, self._plans), claim_of(one, self._plans)
+        own = units.intersection(after.all_units)
+        return not own.minus(after.done) and not after.done.minus(own.union(before.done, before.excluded))
 
     def _go_back(self, one: Generation, stretch: Stretch) -> None:
         """Continue where a record begins, without what was delivered after it."""
         claim, epoch = claim_of(one, self._plans), one.shape.epoch
         here = self.epochs.setdefault(epoch, EpochUnits())
-        fresh = {lane for lane in claim.done if (stretch, epoch, lane) not in self._begun}
-        self._begun |= {(stretch, epoch, lane) for lane in claim.done}
+        fresh = frozenset(lane for lane in claim.lanes if (stretch, epoch, lane) not in self._begun)
+        self._begun |= {(stretch, epoch, lane) for lane in claim.lanes}
         here.go_back(claim.of(fresh))
         if fresh:
             here.records.clear()
@@ -240,7 +213,7 @@ class History:
         for other, later in self.epochs.items():
             if other > epoch and (stretch, other, -1) not in self._begun:  # the run was there, and comes there again
                 self._begun.add((stretch, other, -1))
-                later.go_back(Claim(dict.fromkeys(later.kept, EMPTY), {}))
+                later.go_back(Claim(claim.lanes | frozenset((later.kept.starts // _LANE).tolist())))
                 later.records.clear()
         if not fresh:
             return
@@ -264,14 +237,13 @@ class History:
             self._go_back(one, stretch)
             self._offset = self.firsts[-1] + self.kept[-1].kept_steps - one.before if self.kept else 0
         here, claim = self.epochs.setdefault(one.shape.epoch, EpochUnits()), claim_of(one, self._plans)
-        self._begun |= {(stretch, one.shape.epoch, lane) for lane in claim.done}
-        here.exclude(claim)
+        self._begun |= {(stretch, one.shape.epoch, lane) for lane in claim.lanes}
         here.records += [one] if not any(one is other for other in here.records) else []
+        here.excluded = here.excluded.union(claim.excluded)
         here.deliver(delivered_by(one, self._plans))
-        here.drop(_dropped(one))
-        here.leased += _leased(one, self._plans)
-        for lane, some in _acknowledged(one, self._plans, rejected=True).items():
-            here.rejected[lane] = here.rejected.get(lane, EMPTY).union(some)
+        here.dropped = here.dropped.union(_dropped(one))
+        here.leased += sum(units_in(one, rank, record.delivered, self._plans) for rank, record in one.leases.items())
+        here.rejected = here.rejected.union(_acknowledged(one, self._plans, rejected=True))
         one.kept_steps = one.most_steps
         self.kept.append(one)
         self.firsts.append(self._offset + one.before)
@@ -283,13 +255,13 @@ def _steps_before(one: Generation, by: Generation, claim: Claim) -> int:
     Ranks with lanes of their own may have had different numbers of steps when the pass began. So the steps of each
     follow from the outputs that are done.
     """
-    if not one.in_lanes or len({record.cursor.steps for record in one.of_rank.values()}) == 1:
+    if not one.in_lanes or len({record.header.cursor.steps for record in one.of_rank.values()}) == 1:
         return by.before - one.before
-    done = {lane: len(units) for lane, units in claim.done.items()}
+    done = {lane: claim.done.count(lane * _LANE, (lane + 1) * _LANE) for lane in claim.lanes}
     found = [one.most_steps]
     for track in one.tracks.values():
         own = [lane for lane in track.begin if lane in done and lane not in track.ended]
-        steps = range(1, min(track.delivered, track.recorded) + 1)
+        steps = range(1, track.recorded + 1)
         kept = bisect_left(steps, True, key=partial(_is_beyond, track, own, done))
         found += [kept] if kept < len(steps) else []
     return min(found)
@@ -317,7 +289,7 @@ def stretches(records: Sequence[Generation]) -> dict[int, Stretch]:
     for one in records:
         start = one.beginning[:2]
         for rank, record in one.of_rank.items():
-            if record.is_load or record.how == "fresh":
+            if record.header.is_load or record.header.how == "fresh":
                 turns[start, rank] = turns.get((start, rank), -1) + 1
         found[id(one)] = (start, max(turns.get((start, rank), 0) for rank in one.of_rank))
     return found
@@ -328,11 +300,12 @@ def claim_of(one: Generation, plans: Plans) -> Claim:
     if one.in_lanes:
         known, numbers = one.cursor.lanes, {number for track in one.tracks.values() for number in track.begin}
         lanes = {number: known.get(number, LaneCursor()) for number in numbers}
-        done = {number: _done(lane) for number, lane in lanes.items()}
-        return Claim(done, {number: lane.excluded for number, lane in lanes.items()})
+        done = EMPTY.union(*(in_lane(number, _done(lane)) for number, lane in lanes.items()))
+        excluded = EMPTY.union(*(in_lane(number, lane.excluded) for number, lane in lanes.items()))
+        return Claim(frozenset(numbers), done, excluded)
     lane = in_rows(one, one.cursor.lane, plans)
     excluded = lane.excluded.union(plans.excluded_positions(one).from_(lane.taken))
-    return Claim({0: _done(lane).minus(lane.excluded)}, {0: excluded})
+    return Claim(frozenset([0]), _done(lane).minus(lane.excluded), excluded)
 
 
 def in_rows(one: Generation, lane: LaneCursor, plans: Plans) -> LaneCursor:
@@ -350,22 +323,21 @@ def _done(lane: LaneCursor) -> Intervals:
     return Intervals.of(0, lane.taken).union(lane.ahead)
 
 
-def delivered_by(one: Generation, plans: Plans, steps: int | None = None) -> Units:
+def delivered_by(one: Generation, plans: Plans, steps: int | None = None) -> Intervals:
     """Return the units that a pass delivered, or that were acknowledged of it. ``steps``: only of its first steps."""
     if one.leases:
         return _acknowledged(one, plans)
     if one.in_lanes:
-        return {lane: units for lane in range(one.lanes) if (units := _outputs(one, lane, steps)) is not None}
+        return EMPTY.union(*(_outputs(one, lane, steps) for lane in range(one.lanes)))
     plan = plans.plan_of(one)
     counts = {rank: count if steps is None else min(count, steps) for rank, count in one.steps.items()}
     common = 0 if one.missing else min(counts.values())
     found = [rows_of(plan, plan.units(0, common))] if common else []
     for rank, count in counts.items():
         if count > common:
-            found.append(
-                Intervals.from_positions(own_positions(plan, range(common, count), Shard(rank, one.shape.ranks)))
-            )
-    return {0: EMPTY.union(*found)}
+            own = own_positions(plan, range(common, count), Shard(rank, one.shape.ranks))
+            found.append(Intervals.from_positions(own))
+    return EMPTY.union(*found)
 
 
 def rows_of(plan: StepPlan, units: Intervals) -> Intervals:
@@ -382,54 +354,43 @@ def own_positions(plan: StepPlan, steps: range, shard: Shard) -> Int64Array:
     return asked.positions[: asked.genuine] if asked.genuine is not None else asked.positions
 
 
-def _outputs(one: Generation, lane: int, steps: int | None) -> Intervals | None:
+def _outputs(one: Generation, lane: int, steps: int | None) -> Intervals:
     """Return the outputs of a lane that were delivered, by the record of the rank that has most of them."""
-    tracks = [track for track in one.tracks.values() if lane in track.begin and lane not in track.ended]
-    track = max(tracks, key=lambda track: track.delivered, default=None)
+    track = one.owner(lane)
     if track is None:
-        return None
-    count = min(track.delivered, track.recorded) if steps is None else min(track.delivered, track.recorded, steps)
+        return EMPTY
+    count = track.recorded if steps is None else min(track.recorded, steps)
     at = one.cursor.lanes.get(lane, LaneCursor())
-    return Intervals.of(track.taken(lane, 0), track.taken(lane, count)).minus(at.done)
+    return in_lane(lane, Intervals.of(track.taken(lane, 0), track.taken(lane, count)).minus(at.done))
 
 
-def _dropped(one: Generation) -> Units:
+def _dropped(one: Generation) -> Intervals:
     """Return the outputs of lanes that were left over at the end of the epoch, if a pass came to it."""
-    found: dict[int, Intervals] = {}
     if one.shape.batching.ends != "drop":
-        return found
-    for track in one.tracks.values():
-        if track.finished and track.recorded > track.delivered:
-            for lane in set(track.begin) - track.ended:
-                left = Intervals.of(track.taken(lane, track.delivered), track.taken(lane, track.delivered + 1))
-                found[lane] = found.get(lane, EMPTY).union(left)
-    return found
+        return EMPTY
+    return EMPTY.union(
+        *(
+            in_lane(lane, Intervals.of(track.taken(lane, track.delivered), track.taken(lane, track.delivered + 1)))
+            for track in one.tracks.values()
+            if track.end is not None
+            for lane in set(track.begin) - track.ended
+        )
+    )
 
 
-def _acknowledged(one: Generation, plans: Plans, *, rejected: bool = False) -> Units:
+def _acknowledged(one: Generation, plans: Plans, *, rejected: bool = False) -> Intervals:
     """Return the units that were acknowledged in a pass of leases."""
-    found: dict[int, Intervals] = {}
+    found = []
     for rank, record in one.leases.items():
-        given = record.rejected if rejected else record.acked
-        for lane, units in given.items() if one.in_lanes else _positions(one, rank, given, plans).items():
-            found[lane] = found.get(lane, EMPTY).union(units)
-    return found
-
-
-def _positions(one: Generation, rank: int, turns: Units, plans: Plans) -> Units:
-    """Return the positions of turns of a rank: numbers of units among those that the pass delivers."""
-    plan, shard = plans.plan_of(one), Shard(rank, one.shape.ranks)
-    found = [
-        plan.done.remaining(shard.positions(first, stop))
-        for some in turns.values()
-        for first, stop in zip(some.starts.tolist(), some.stops.tolist(), strict=True)
-    ]
-    return {0: rows_of(plan, Intervals.from_positions(np.concatenate(found)))} if found else {}
-
-
-def _leased(one: Generation, plans: Plans) -> int:
-    """Return the units that were delivered as leases in a pass."""
-    return sum(units_in(one, rank, record.delivered, plans) for rank, record in one.leases.items())
+        units = record.rejected if rejected else record.acked
+        if one.in_lanes:
+            found += [in_lane(lane, some) for lane, some in units.items()]
+        elif turns := units.get(0):  # numbers of units of a rank among those that the pass delivers
+            plan, shard = plans.plan_of(one), Shard(rank, one.shape.ranks)
+            ranges = zip(turns.starts.tolist(), turns.stops.tolist(), strict=True)
+            positions = [plan.done.remaining(shard.positions(first, stop)) for first, stop in ranges]
+            found.append(rows_of(plan, Intervals.from_positions(np.concatenate(positions))))
+    return EMPTY.union(*found)
 
 
 def units_in(one: Generation, rank: int, steps: Intervals, plans: Plans) -> int:
@@ -438,11 +399,5 @@ def units_in(one: Generation, rank: int, steps: Intervals, plans: Plans) -> int:
         sizes = one.shape.batching.sizes
         return len(steps) * (sizes if isinstance(sizes, int) else sizes.sizes[0])
     plan, shard = plans.plan_of(one), Shard(rank, one.shape.ranks)
-    return len(own_positions_of(plan, steps, shard))
-
-
-def own_positions_of(plan: StepPlan, steps: Intervals, shard: Shard) -> Int64Array:
-    """Return the positions of a rank in a set of steps."""
-    runs = [range(first, stop) for first, stop in zip(steps.starts.tolist(), steps.stops.tolist(), strict=True)]
-    found = [own_positions(plan, run, shard) for run in runs]
-    return np.concatenate(found) if found else np.zeros(0, np.int64)
+    ranges = zip(steps.starts.tolist(), steps.stops.tolist(), strict=True)
+    return sum(len(own_positions(plan, range(first, stop), shard)) for first, stop in ranges)

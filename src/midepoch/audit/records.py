@@ -1,32 +1,52 @@
-"""The format of a ledger's files: the first line of a pass, and reading what one process recorded.
+"""The records of a ledger: the header of a pass, what follows it, and reading what one process recorded.
 
-A pass is a line of JSON, its *header*, followed by one byte for each step. The header has the cursor at which the pass
-begins, as a state has it, and the settings of its batches. So the units of every step follow from it: the third ``.``
-after ``{"epoch": 0, "steps": 0, "unit": "rows", "cursor": {}, "size": "4", "ranks": 2, "rank": 1, …}`` is the delivery
-of the positions 17, 19, 21 and 23. In lanes, the units of a step are recorded with it (``midepoch.audit.lanes``).
+A pass is a *header* in JSON, followed by counters. The header has the cursor at which the pass begins, as a state has
+it, and the settings of its batches. So the units of every step follow from it, and the number of steps is all that has
+to be counted: step 3 of ``{"unit": "rows", "cursor": [0, 0, []], "batching": ["4", …], "ranks": 2, "rank": 1, …}`` is
+the delivery of the positions 17, 19, 21 and 23. In lanes, the units of steps are recorded as well
+(``midepoch.audit.lanes``). Records about some steps may follow: skipped rows, times and figures, acknowledgements of
+leases, and the end of the epoch.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from enum import IntEnum
+from itertools import pairwise, takewhile
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from midepoch.audit.documents import RecordedDocuments
-from midepoch.audit.lanes import LaneTrack
-from midepoch.audit.orders import RecordedMix, mix_of, order_name, read_mix
+from midepoch.audit.journal import COUNTERS, Record, records_in
+from midepoch.audit.lanes import CURSORS, NUMBERS, LaneTrack
+from midepoch.audit.orders import RecordedMix
 from midepoch.errors import StateError
 from midepoch.order.budget import BatchSizes
 from midepoch.order.intervals import EMPTY, Intervals
 from midepoch.pipeline.cursor import Cursor
-from midepoch.pipeline.plans import UNKNOWN
-from midepoch.pipeline.spec import PipelineSpec
 from midepoch.state.format import cursor_from_json, cursor_to_json, excluded_from_json
+
+VERSION = 5
+SUFFIX = ".ledger"
+HEADER, MARK, SKIPPED, OVER, ACKED, RETURNED = b"pass", b"mark", b"skip", b"over", b"acks", b"back"
+
+
+class Count(IntEnum):
+    """The counters of a pass."""
+
+    STEPS = 0
+    """Steps delivered."""
+    SEEN = 1
+    """Milliseconds from the time of the header to the last step, within a second."""
+    LOST = 2
+    """1 if the ledger could not be written any further."""
+    BESIDE = 3
+    """1 if another loader of the same rows recorded at the same time."""
 
 
 class Figures(NamedTuple):
@@ -74,16 +94,6 @@ class Figures(NamedTuple):
         names = ("rows", "tokens", "slots", "blocks", "ready")  # the first block is never ready
         return self._replace(**{name: getattr(delivered, name) for name in names})
 
-    def record(self) -> bytes:
-        """Return the bytes to write after a mark."""
-        return b"[%b]" % ",".join("" if value is None else str(value) for value in self).encode()
-
-
-def read_figures(text: bytes) -> Figures:
-    """Return the figures between the brackets."""
-    values = [int(value) if value else None for value in text.split(b",")]
-    return Figures(*values[: len(Figures._fields)])
-
 
 class MeasuredFigures(Protocol):
     """The measurements of a loader, as far as the ledger records them."""
@@ -91,6 +101,10 @@ class MeasuredFigures(Protocol):
     @property
     def all_waited(self) -> float:
         """Seconds that the model has waited for data since the loader was created."""
+
+    @property
+    def last_delivery(self) -> float | None:
+        """Time of the last delivery of a batch, by ``time.perf_counter``."""
 
     def figures(self) -> Figures:
         """Return the sums since the loader was created."""
@@ -102,11 +116,7 @@ class Mark(NamedTuple):
     steps: int
     elapsed: int
     waited: int
-    figures: Figures | None = None
-    """None in ledgers of older versions."""
-
-
-_RECORD = re.compile(rb"<([aru])([^>]*)>|\.")
+    figures: Figures
 
 
 class LeaseSteps(NamedTuple):
@@ -118,28 +128,14 @@ class LeaseSteps(NamedTuple):
     left_out: Intervals
     first: int = 0
 
-    def to_json(self) -> dict[str, Any]:
-        """Return the field ``leases`` of a pass."""
-        return {"acked": self.left_out.encode(), "first": self.first}
+
+def acknowledgement(steps: Intervals, units: Mapping[int, Intervals], *, rejected: bool) -> bytes:
+    """Return the record of acknowledged or rejected steps, and of their outputs or turns."""
+    return json.dumps([rejected, _pair(steps), {lane: _pair(some) for lane, some in units.items()}]).encode()
 
 
-def record_of(kind: str, steps: Intervals, units: Mapping[int, Intervals]) -> bytes:
-    """Return the record of acknowledged (``a``) or rejected (``r``) steps, and of their outputs or turns."""
-    lanes = "|".join(f"{lane}:{_ranges(some)}" for lane, some in units.items())
-    return f"<{kind}{_ranges(steps)};{lanes}>".encode()
-
-
-RETURNED = b"<u>"
-
-
-def _ranges(some: Intervals) -> str:
-    pairs = zip(some.starts.tolist(), (some.stops - 1).tolist(), strict=True)
-    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in pairs)
-
-
-def _intervals(text: str) -> Intervals:
-    pairs = [each.partition("-")[::2] for each in text.split(",") if each]
-    return Intervals.of([int(first) for first, _ in pairs], [int(last or first) + 1 for first, last in pairs])
+def _pair(some: Intervals) -> list[list[int]]:
+    return [some.starts.tolist(), some.stops.tolist()]
 
 
 class LeaseRecord(NamedTuple):
@@ -160,52 +156,28 @@ class LeaseRecord(NamedTuple):
         return self.delivered.contains_one(self.first + step)
 
 
-def read_leases(header: Mapping[str, Any], record: bytes) -> LeaseRecord | None:
-    """Return the leases of a pass, or None if it had none."""
-    if (field := header.get("leases")) is None:
-        return None
-    acked: dict[int, list[Intervals]] = {}
-    rejected: dict[int, list[Intervals]] = {}
-    delivered, steps, returned = 0, EMPTY, False
-    for kind, text in _RECORD.findall(record):
-        if not kind:
-            delivered, returned = delivered + 1, False
-        elif kind == b"u":
-            returned = True
-        else:
-            of_steps, _, lanes_of_units = text.decode().partition(";")
-            steps = steps.union(_intervals(of_steps))
-            for part in filter(None, lanes_of_units.split("|")):
-                lane, _, units = part.partition(":")
-                acked.setdefault(int(lane), []).append(_intervals(units))
-                if kind == b"r":
-                    rejected.setdefault(int(lane), []).append(_intervals(units))
-    first = field.get("first", 0)
-    return LeaseRecord(
-        _steps(delivered, Intervals.decode(field.get("acked", "")), first if header["unit"] == "outputs" else None),
-        steps,
-        {lane: EMPTY.union(*some) for lane, some in acked.items()},
-        {lane: EMPTY.union(*some) for lane, some in rejected.items()},
-        returned,
-        first,
-    )
-
-
-def _steps(delivered: int, left_out: Intervals, first: int | None) -> Intervals:
-    """Return the numbers of the first steps of a pass. ``first``: that of the first one, in lanes."""
-    if first is None:
-        return Intervals.from_positions(left_out.remaining(np.arange(delivered)))
-    own = Intervals.of(0, delivered).minus(left_out)
-    return Intervals.of(own.starts + first, own.stops + first)
-
-
-VERSION = 4
-SUFFIX = ".ledger"
-
-LOST = b"~"
-"""Recorded when the ledger could not be written any further."""
-
-_TOKEN = re.compile(rb"-(\d+)\.|@(\d+)(?:,(\d+))?;|(\.+)|(!)|(~)|(#)|\[([\d,]*)\]|\{[^}]*\}|<[^>]*>")
+def _leases(header: Header, steps: int, records: Iterable[tuple[bytes, Any]]) -> LeaseRecord:
+    """Return the leases of a pass of so many steps, by its records of acknowledgements and returns."""
+    assert header.leases is not None
+    left_out, first = header.leases
+    if header.unit == "outputs":
+        own = Intervals.of(0, steps).minus(left_out)
+        delivered = Intervals.of(own.starts + first, own.stops + first)
+    else:
+        delivered = Intervals.from_positions(left_out.remaining(np.arange(steps)))
+    finished, returned = EMPTY, False
+    acked: dict[int, Intervals] = {}
+    rejected: dict[int, Intervals] = {}
+    for kind, content in records:
+        if kind == RETURNED:
+            returned = content == steps  # else more were delivered after that
+            continue
+        is_rejected, of_steps, of_lanes = content
+        finished = finished.union(Intervals.of(*of_steps))
+        for units in (acked, rejected) if is_rejected else (acked,):
+            for lane, some in of_lanes.items():
+                units[int(lane)] = units.get(int(lane), EMPTY).union(Intervals.of(*some))
+    return LeaseRecord(delivered, finished, acked, rejected, returned, first)
 
 
 class RecordedBatching(NamedTuple):
@@ -242,102 +214,130 @@ class Shape(NamedTuple):
         return self.ranks * (sizes if isinstance(sizes, int) else max(sizes.sizes))
 
 
-def header_of(
-    spec: PipelineSpec,
-    cursor: Cursor,
-    origin: Cursor,
-    batching: RecordedBatching,
-    until: int,
-    leased: LeaseSteps | None,
-) -> dict[str, Any]:
-    """Return what all passes record. ``origin``: where the run was before. ``until``: units of the epoch, if known."""
-    shard = spec.shard
-    return {
-        "midepoch_ledger": VERSION,
-        "order": order_name(spec),
-        "stood": [origin.epoch, origin.steps],
-        "rank": shard.index,
-        "ranks": shard.count,
-        "epoch": cursor.epoch,
-        "steps": cursor.steps,
-        "unit": spec.unit,
-        "cursor": cursor_to_json(cursor if spec.unit == "rows" else cursor.without_stages()),
-        "end": until,
-        "rows": spec.rows,
-        "size": batching.size,
-        "ends": batching.ends,
-        **({"budget": batching.budget} if batching.budget else {}),
-        **({"excluded": spec.excluded_texts} if spec.excluded else {}),
-        **({} if leased is None else {"leases": leased.to_json()}),
-        **mix_of(spec.node, cursor.epoch),
-    }
-
-
 @dataclass(frozen=True)
-class Passed:
-    """The record of one pass by one process: the number of steps delivered, and rows skipped in them."""
+class Header:
+    """The first record of a pass, or the record that a state was loaded."""
 
-    shape: Shape
-    cursor: Cursor
-    """The cursor at which it began. In lanes, without those of their stages, which ``track`` has."""
-    unit: str
-    beginning: tuple[int, int, float]
-    """The number of the start, of the pass in its process, and the time."""
-    process: str
-    how: str
-    origin: tuple[int, int]
-    """The epoch and step at which the run was before."""
-    rank: int
-    end: int
-    """Units of the epoch, if they are known, else UNKNOWN."""
-    rows: int
+    attempt: str
+    stream: str
+    order: str
     name: str
-    steps: int
-    skipped: tuple[tuple[int, int], ...]
-    """(step, rows skipped), for steps with skipped rows."""
-    beside: bool
-    """True if another loader of the same rows recorded at the same time."""
-    marks: tuple[Mark, ...]
-    is_load: bool
-    """True if only a state was loaded, and no pass is begun yet."""
-    lost: bool
-    """True if the ledger could not be written any further in this pass."""
-    track: LaneTrack | None
-    """The cursors of the lanes, if positions cannot be computed."""
-    lanes: int
-    finished: bool
-    """True if the end of the epoch was reached."""
-    previous: tuple[tuple[str, int], ...]
+    process: str
+    space: str
+    """The machine or container of the process."""
+    number: int
+    """The number of the pass in its process."""
+    time: float
+    previous: Sequence[tuple[str, int]]
     """Files of earlier processes of this rank, and the number of their steps when this process began to record: the
     last one of a start of the same name, and the last one of another start.
     """
-    workers: int | None
-    space: str
-    """The machine or container of the process."""
-    excluded: list[Any]
+    how: str
+    """How the run came to it: it is "fresh", a state was "loaded", or it is "on" its way."""
+    is_load: bool
+    """True if only a state was loaded, and no pass is begun yet."""
+    rank: int
+    ranks: int
+    workers: int
+    unit: str
+    cursor: Cursor
+    """The cursor at which it begins. In lanes, without those of their stages."""
+    lanes: int
+    """The number of lanes, or 0 if positions can be computed."""
+    stages: Sequence[tuple[int, Any]]
+    """By lane, the outputs that it has taken, and the cursor of its stages."""
+    ended: Sequence[int]
+    """Lanes that are at their end."""
+    end: int
+    """Units of the epoch, if they are known, else UNKNOWN."""
+    rows: int
+    batching: RecordedBatching
+    excluded: Sequence[Any]
     """Rows of the sources that are not delivered."""
-    seen: float
-    """Time of the last step, within a second."""
-    sources: tuple[str, ...]
-    """Names of the sources, if batches have provenance."""
-    documents: RecordedDocuments | None
-    """The documents of the steps of the process, if they are recorded."""
-    leases: LeaseRecord | None
-    """Leases and acknowledgements, if its batches were leases."""
+    leases: LeaseSteps | None
+    """Its steps, if batches are leases."""
     mix: RecordedMix | None
     """The mix, if it has a schedule or weights that were set."""
-    reused: bool = False
-    """True if another start had the same name."""
+    sources: Sequence[str]
+    """Names of the sources, if batches have provenance."""
+    version: int = VERSION
 
-    def finds_the_end_of(self, before: Passed) -> bool:
-        """Return True if the run continued with it after another pass of its epoch, and nothing was left."""
-        continues = self.how == "on" and self.shape == before.shape and self.leases is None and not before.is_load
-        edited = any(lane.excluded for lane in self.cursor.lanes.values()) or self.excluded != before.excluded
-        return continues and self.finished and not self.steps and not before.finished and not edited
+    def to_json(self) -> bytes:
+        """Return the content of its record."""
+        cursor = [self.cursor.epoch, self.cursor.steps, cursor_to_json(self.cursor)]
+        leases = None if self.leases is None else [self.leases.left_out.encode(), self.leases.first]
+        fields = {**vars(self), "cursor": cursor, "leases": leases, "mix": self.mix and asdict(self.mix)}
+        return json.dumps(fields, separators=(",", ":")).encode()
+
+    @staticmethod
+    def from_json(content: bytes) -> Header:
+        """Return the header of a record. Raises StateError if another version has written it."""
+        fields = json.loads(content)
+        if fields["version"] != VERSION:
+            age = "a newer" if fields["version"] > VERSION else "an earlier development"
+            raise StateError(f"it was written by {age} version of midepoch. Read it with that version")
+        (epoch, steps, lanes), leases, mix = fields["cursor"], fields["leases"], fields["mix"]
+        found = {
+            "cursor": Cursor(epoch, cursor_from_json(lanes, fields["unit"], fields["lanes"]), steps),
+            "batching": RecordedBatching(*fields["batching"]),
+            "leases": None if leases is None else LeaseSteps(Intervals.decode(leases[0]), leases[1]),
+            "mix": None if mix is None else RecordedMix(**mix),
+        }
+        return Header(**{**fields, **found})
+
+    @property
+    def shape(self) -> Shape:
+        """Its fields that ranks have in common."""
+        apart = self.unit == "outputs"
+        position, steps = 0 if apart else self.cursor.position, 0 if apart or self.leases else self.cursor.steps
+        common = (self.attempt, self.stream, self.order, self.cursor.epoch, position, self.ranks, self.batching)
+        return Shape(*common, steps)
 
     def excluded_rows(self, sources: int) -> tuple[Intervals, ...]:
         """Return the excluded rows of each source."""
         return excluded_from_json(self.excluded, sources)
+
+
+@dataclass(frozen=True)
+class Passed:
+    """The record of one pass by one process: its header, and what followed."""
+
+    header: Header
+    start: int
+    """The number of the start."""
+    steps: int
+    """The number of steps delivered."""
+    seen: float
+    """Time of the last step, within a second."""
+    lost: bool
+    """True if the ledger could not be written any further in this pass."""
+    beside: bool
+    """True if another loader of the same rows recorded at the same time."""
+    skipped: Sequence[tuple[int, int]]
+    """(step, rows skipped), for steps with skipped rows."""
+    marks: tuple[Mark, ...]
+    finished: bool
+    """True if the end of the epoch was reached, where it is not known before."""
+    track: LaneTrack | None
+    """The cursors of the lanes, if positions cannot be computed."""
+    leases: LeaseRecord | None
+    """Leases and acknowledgements, if its batches were leases."""
+    documents: RecordedDocuments | None
+    """The documents of the steps of the process, if they are recorded."""
+    reused: bool = False
+    """True if another start had the same name."""
+
+    @property
+    def shape(self) -> Shape:
+        """Its fields that ranks have in common."""
+        return self.header.shape
+
+    def finds_the_end_of(self, before: Passed) -> bool:
+        """Return True if the run continued with it after another pass of its epoch, and nothing was left."""
+        own, other = self.header, before.header
+        continues = own.how == "on" and own.shape == other.shape and own.leases is None and not other.is_load
+        edited = any(lane.excluded for lane in own.cursor.lanes.values()) or own.excluded != other.excluded
+        return continues and self.finished and not self.steps and not before.finished and not edited
 
 
 def numbered(path: Path) -> tuple[int, str] | None:
@@ -347,103 +347,54 @@ def numbered(path: Path) -> tuple[int, str] | None:
 
 
 def read_passes(path: Path) -> list[Passed]:
-    """Return the passes in one file. An incomplete record at the end, after the death of a machine, is ignored."""
-    found: list[Passed] = []
-    header: dict[str, Any] | None = None
-    for line in path.read_bytes().split(b"\n"):
-        if line.startswith(b"{"):
-            header = _header(line, path)
-            if header is not None and header.get("load"):
-                found.append(_passed(header, b"", path))
-                header = None
-        elif (record := line.split(b"\0")[0]) and header is not None:  # zeros follow the records
-            found.append(_passed(header, record, path))
-            header = None
+    """Return the passes in one file. A damaged record, after the death of a machine, ends them."""
+    data, found = path.read_bytes(), []
+    records = list(takewhile(lambda record: record.is_intact, records_in(data)))
+    if data[:1].strip(b"\0") and not HEADER.startswith(data[:4]):
+        raise StateError(f"{path} is not a ledger of midepoch.")
+    firsts = [place for place, record in enumerate(records) if record.kind == HEADER]
+    try:
+        for first, stop in pairwise([*firsts, len(records)]):
+            header = Header.from_json(bytes(records[first].content))
+            following = records[first + 1 : stop]
+            passed = _passed(header, following, path)
+            if header.is_load or passed.steps or any(record.kind in (OVER, ACKED, RETURNED) for record in following):
+                found.append(passed)
+    except StateError as problem:
+        raise StateError(f"{path} cannot be read: {problem}.") from None
     return found
 
 
 def steps_in(passes: list[Passed], stream: str) -> int:
     """Count the steps of a stream."""
-    return sum(one.steps for one in passes if one.shape.stream == stream)
+    return sum(one.steps for one in passes if one.header.stream == stream)
 
 
-def _header(line: bytes, path: Path) -> dict[str, Any] | None:
-    try:
-        header = json.loads(line.split(b"\0")[0])
-    except ValueError:
-        return None  # truncated, so nothing can follow
-    if not isinstance(header, dict) or not isinstance(header.get("midepoch_ledger"), int):
-        raise StateError(f"{path} is not a ledger of midepoch.")
-    if header["midepoch_ledger"] != VERSION:
-        age = "a newer" if header["midepoch_ledger"] > VERSION else "an earlier development"
-        raise StateError(f"{path} was written by {age} version of midepoch. Read it with that version.")
-    return header
+def _passed(header: Header, records: Sequence[Record], path: Path) -> Passed:
+    def contents(*kinds: bytes) -> list[tuple[bytes, Any]]:
+        return [(record.kind, json.loads(bytes(record.content))) for record in records if record.kind in kinds]
 
-
-def _passed(header: dict[str, Any], record: bytes, path: Path) -> Passed:
-    steps, beside, lost, finished = 0, False, False, False
-    skipped: list[tuple[int, int]] = []
-    marks: list[Mark] = []
-    for without, after, waited, dots, bang, end, over, figures in _TOKEN.findall(record):
-        if without:
-            skipped.append((steps, int(without)))
-            steps += 1
-        elif after:
-            marks.append(Mark(steps, int(after), int(waited or 0)))
-        elif figures and marks:
-            marks[-1] = marks[-1]._replace(figures=read_figures(figures))
-        steps += len(dots)
-        beside, lost, finished = beside or bool(bang), lost or bool(end), finished or bool(over)
-    try:
-        unit = header["unit"]
-        lanes = cursor_from_json(header["cursor"], unit, header.get("lanes", 1))
-        cursor = Cursor(header["epoch"], lanes, header["steps"])
-        in_lanes = unit == "outputs"
-        shape = Shape(
-            header["attempt"],
-            header["stream"],
-            header["order"],
-            header["epoch"],
-            0 if in_lanes else cursor.position,
-            header["ranks"],
-            RecordedBatching(header["size"], header["ends"], header.get("budget", "")),
-            0 if in_lanes or "leases" in header else header["steps"],
-        )
-        return Passed(
-            shape=shape,
-            cursor=cursor,
-            unit=unit,
-            beginning=((numbered(path) or (0, ""))[0], header["number"], header["time"]),
-            process=header["process"],
-            how=header["how"],
-            origin=(header["stood"][0], header["stood"][1]),
-            rank=header["rank"],
-            end=header["end"],
-            rows=header["rows"],
-            name=header["name"],
-            steps=steps,
-            skipped=tuple(skipped),
-            beside=beside,
-            marks=tuple(marks),
-            is_load=bool(header.get("load")),
-            lost=lost,
-            track=LaneTrack(dict(header["cursors"]), record, frozenset(header["ended"])) if in_lanes else None,
-            lanes=header.get("lanes", 0),
-            finished=finished,
-            previous=tuple((name, count) for name, count in header.get("previous", ())),
-            workers=header.get("workers"),
-            space=header.get("space", ""),
-            excluded=header.get("excluded", []),
-            seen=header["time"] + int(header.get("seen", "0")) / 1000,
-            sources=tuple(header.get("sources", ())),
-            documents=RecordedDocuments(path) if "sources" in header and in_lanes else None,
-            leases=read_leases(header, record),
-            mix=read_mix(header.get("mix")),
-        )
-    except (KeyError, ValueError, TypeError, IndexError) as problem:
-        raise StateError(
-            f"{path} is damaged: {type(problem).__name__}: {problem}. Move it to another folder to read the rest."
-        ) from None
+    counters = next((record.counters for record in records if record.kind == COUNTERS), [0] * len(Count))
+    steps, track = counters[Count.STEPS], None
+    ends = [lanes for _, lanes in contents(OVER)]
+    if header.unit == "outputs":
+        written = [record for record in records if record.kind in (CURSORS, NUMBERS)]
+        end = dict(ends[-1]) if ends else None
+        track = LaneTrack(dict(header.stages), frozenset(header.ended), steps, written, end)
+    return Passed(
+        header,
+        (numbered(path) or (0, ""))[0],
+        steps,
+        seen=header.time + counters[Count.SEEN] / 1000,
+        lost=counters[Count.LOST] > 0,
+        beside=counters[Count.BESIDE] > 0,
+        skipped=[(step, rows) for _, (step, rows) in contents(SKIPPED)],
+        marks=tuple(Mark(*mark)._replace(figures=Figures(*mark[3])) for _, mark in contents(MARK)),
+        finished=bool(ends),
+        track=track,
+        leases=None if header.leases is None else _leases(header, steps, contents(ACKED, RETURNED)),
+        documents=RecordedDocuments(path) if header.sources and track is not None else None,
+    )
 
 
 def batching_of(
@@ -452,6 +403,3 @@ def batching_of(
     """Return the settings of batches as a header records them."""
     ends = last_batch or ("dealt" if planned else "uneven")
     return RecordedBatching(str(size) if sizes is None else sizes.text, ends, budget)
-
-
-__all__ = ["LOST", "SUFFIX", "UNKNOWN", "Passed", "RecordedBatching", "Shape", "header_of", "read_passes"]

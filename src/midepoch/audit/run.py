@@ -10,9 +10,7 @@ from typing import Any
 
 from midepoch._internal.hints import hinted
 from midepoch.audit import naming
-from midepoch.audit.consumed import Delivery, LaneRun, RowCounts
-from midepoch.audit.documents import Document
-from midepoch.audit.naming import Overlap, Report
+from midepoch.audit.consumed import LaneRun, RowCounts
 from midepoch.audit.orders import KnownOrder, WeightChange, weight_changes
 from midepoch.audit.passes import Generation, ledger_folder, read_generations
 from midepoch.audit.proof import EpochUnits, History, LeaseCounts, delivered_by, units_in
@@ -81,7 +79,7 @@ class Run:
         self._all = [one for one in generations if one.shape.stream == stream]  # with states that were only loaded
         self.every = [one for one in self._all if not one.is_load]
         """All passes, also those that a later one took over."""
-        self.streams = {one.shape.stream: one.first.name for one in generations}
+        self.streams = {one.shape.stream: one.first.header.name for one in generations}
         """All loaders that recorded in the folder, with the names that were given to them."""
         self._plans: dict[int, Plan | TokenPlan] = {}
         history = History(self._all, self)
@@ -109,10 +107,10 @@ class Run:
 
     def excluded_positions(self, one: Generation) -> Intervals:
         """Return the positions of the rows that are excluded in every epoch."""
-        if not one.first.excluded:
+        if not one.first.header.excluded:
             return EMPTY
         source = self.order_of(one).source
-        rows = one.first.excluded_rows(1)[0].positions()
+        rows = one.first.header.excluded_rows(1)[0].positions()
         return Intervals.from_positions(source.at(one.shape.epoch).positions_of_rows(rows))
 
     def plan_of(self, one: Generation) -> Plan | TokenPlan:
@@ -143,7 +141,7 @@ class Run:
         source, excluded = self.order_of(one).source, self.excluded_positions(one)
         if not batching.budget:
             done = cursor.lane.done.union(excluded).from_(cursor.lane.taken)
-            return Plan.of(cursor, one.first.rows, batching.sizes, ranks, batching.ends, done)
+            return Plan.of(cursor, one.first.header.rows, batching.sizes, ranks, batching.ends, done)
         length = json.loads(batching.budget)[-1]
         budget = Budget(1, length=length).earlier(batching.budget)
         if budget is None:
@@ -154,7 +152,7 @@ class Run:
         at = window_at(cursor.lane)
         batches = PlannedEpoch(source.order, source.layout, planning, one.shape.epoch, at, excluded)
         ends = None if batching.ends == "dealt" else batching.ends
-        return TokenPlan(batches, cursor, one.first.rows, ranks, ends)
+        return TokenPlan(batches, cursor, one.first.header.rows, ranks, ends)
 
     # Its history
 
@@ -261,7 +259,7 @@ class Run:
         kept = [one for one in self.generations if one.shape.epoch == epoch]
         counted: dict[str, Any] = {
             "epoch": epoch,
-            "repeated": units.repeated,
+            "repeated": len(units.twice),
             "skipped": sum(one.skipped(one.kept_steps) for one in kept),
             "steps": sum(one.kept_steps for one in kept),
         }
@@ -270,17 +268,17 @@ class Run:
             return self._lease_proof(units, passes, over, counted)
         if self.every[-1].in_lanes:
             return self._lane_proof(units, passes, kept, over, counted)
-        rows, excluded = self.every[-1].first.rows, units.excluded_count
+        rows, excluded, never = self.every[-1].first.header.rows, len(units.left_out), len(units.never)
         if passes and self._counts_batches(passes[-1]):
             end = passes[-1].end
-            rows = units.count + excluded + (not over) if end == UNKNOWN else end
-        left = max(0, rows - units.count - excluded - units.never)
+            rows = len(units.kept) + excluded + (not over) if end == UNKNOWN else end
+        left = max(0, rows - len(units.kept) - excluded - never)
         dropped = min(left, self._dropped(epoch, units, left, over))
         left -= dropped
         return EpochProof(
             rows=rows,
-            once=units.count - units.repeated,
-            never=units.never + (left if over else 0),
+            once=len(units.kept) - len(units.twice),
+            never=never + (left if over else 0),
             dropped=dropped,
             pending=0 if over else left,
             again=units.again,
@@ -304,8 +302,8 @@ class Run:
             if one.shape.batching.ends != "drop" or (one.shape.batching.budget and not over):
                 continue
             if one.shape.epoch == epoch and not one.shape.batching.budget:
-                tail = Intervals.of(self.plan_of(one).rows, one.first.rows)
-                seen = units.kept.get(0, EMPTY).union(units.excluded.get(0, EMPTY))
+                tail = Intervals.of(self.plan_of(one).rows, one.first.header.rows)
+                seen = units.kept.union(units.excluded)
                 if tail and not self.plan_of(one).left_out(1):
                     return len(tail.minus(seen))
             elif 0 < left < _enough(one):
@@ -316,7 +314,7 @@ class Run:
     def _first_missing(units: EpochUnits, rows: int, missing: int) -> tuple[int, ...]:
         if not missing:
             return ()
-        seen = units.kept.get(0, EMPTY).union(units.excluded.get(0, EMPTY))
+        seen = units.kept.union(units.excluded)
         return tuple(Intervals.of(0, rows).minus(seen).first(10))
 
     def _lane_proof(
@@ -328,20 +326,20 @@ class Run:
             lanes = self.lanes_of(kept[-1])
             total = total.plus(lanes.counts(kept, lane))
             wrong += lanes.joints(kept, lane)
-        rows = self.every[-1].first.rows
+        rows = self.every[-1].first.header.rows
         left = total.left if kept else rows
         made = sum(self.lanes_of(one).rows_of(one, one.most_steps) for one in passes)
         consumed = sum(self.lanes_of(one).rows_of(one, one.kept_steps) for one in kept)
-        excluded = sum(self.lanes_of(one).excluded_rows(one) for one in kept if one.first.excluded)
+        excluded = sum(self.lanes_of(one).excluded_rows(one) for one in kept if one.first.header.excluded)
         return EpochProof(
             rows=total.consumed + total.dropped + left,
             once=total.consumed - excluded,
-            never=units.never + wrong + (left if over else 0),
+            never=len(units.never) + wrong + (left if over else 0),
             dropped=total.dropped,
             pending=0 if over else left or total.begun,
             again=max(0, made - consumed),
             filtered=max(0, total.filtered - counted["skipped"] - excluded),
-            excluded=units.excluded_count + excluded,
+            excluded=len(units.left_out) + excluded,
             **counted,
         )
 
@@ -350,18 +348,19 @@ class Run:
     ) -> EpochProof:
         """Count what was acknowledged."""
         out = self._still_out(units)
-        last, acknowledged, excluded = passes[-1], units.count, units.excluded_count
+        last, acknowledged = passes[-1], len(units.kept)
+        excluded, never = len(units.left_out), len(units.never)
         if not any(other > last.shape.epoch and of.records for other, of in self._units.items()):
             over = (over or self._all_finished(units)) and not any(out)  # what is out comes again first
-        rows = last.first.rows
+        rows = last.first.header.rows
         if last.in_lanes:  # outputs are not known before
-            dropped = units.dropped_count
-            rows = acknowledged + excluded + dropped + units.never + (not over)
-        left = max(0, rows - acknowledged - excluded - units.never)
+            dropped = len(units.dropped.minus(units.kept).minus(units.excluded))
+            rows = acknowledged + excluded + dropped + never + (not over)
+        left = max(0, rows - acknowledged - excluded - never)
         if not last.in_lanes:
             dropped = min(left, self._dropped(last.shape.epoch, units, left, over))
         left -= dropped
-        counts = LeaseCounts(units.leased, acknowledged, sum(map(len, units.rejected.values())), *out)
+        counts = LeaseCounts(units.leased, acknowledged, len(units.rejected), *out)
         counted["steps"] = sum(
             len(one.leases[rank].delivered) if rank in one.leases else steps
             for one in passes
@@ -369,12 +368,12 @@ class Run:
         )
         return EpochProof(
             rows=rows,
-            once=acknowledged - units.repeated,
-            never=units.never + (left if over else 0),
+            once=acknowledged - len(units.twice),
+            never=never + (left if over else 0),
             dropped=dropped,
             pending=0 if over else left,
             again=units.again,
-            examples=units.examples,
+            examples=() if last.in_lanes else units.examples,
             excluded=excluded,
             leases=counts,
             **counted,
@@ -462,42 +461,19 @@ class Run:
 
     # Its rows
 
-    def documents_of_step(self, step: int) -> list[Document] | None:
-        """Return the documents of a step, rank by rank in the order of the batch, with the tokens of each.
-
-        None if they are not recorded: the loader had no ``provenance=True``, or ``rows_of_step`` is exact without it.
-        """
-        return naming.documents_of_step(self, step)
-
-    def documents_of_row(self, row: int, source: int | str = 0) -> list[Document] | None:
-        """Return every delivery of a row, with its tokens. ``source``: its number or name.
-
-        None if they are not recorded.
-        """
-        return naming.documents_of_row(self, row, source)
-
-    def rows_of_step(self, step: int) -> list[Delivery]:
-        """Return the rows of a step, in the order of their positions."""
-        return naming.rows_of_step(self, step)
-
-    def steps_of_row(self, row: int, source: int = 0) -> list[Delivery]:
-        """Return every step that saw a row, epoch by epoch. ``source``: its number, if there are several."""
-        return naming.steps_of_row(self, row, source)
-
-    def overlap(self, other: Run, report: Report | None = None) -> Overlap:
-        """Return the number of rows of the files that both runs have seen, in any order and selection."""
-        return naming.overlap(self, other, report)
+    documents_of_step = naming.documents_of_step
+    documents_of_row = naming.documents_of_row
+    rows_of_step = naming.rows_of_step
+    steps_of_row = naming.steps_of_row
+    overlap = naming.overlap
 
     def reached(self, one: Generation, steps: int) -> int:
         """Return the rows (in lanes: outputs) of the epoch before and in the first steps of a pass, on all ranks."""
         if not one.in_lanes:
             plan = self.plan_of(one)
             return plan.rows_before(plan.cursor(min(steps, len(plan)) - 1).lane.taken)
-        lanes = self.lanes_of(one)
-        tracks = [(lane, track) for lane in range(one.lanes) if (track := lanes.owner(one, lane)) is not None]
-        known = min(
-            (track.recorded for _, track in tracks), default=0
-        )  # those of the last steps may not be written yet
+        tracks = [(lane, track) for lane in range(one.lanes) if (track := one.owner(lane)) is not None]
+        known = min((track.recorded for _, track in tracks), default=0)  # those of the last may not be written yet
         taken = sum(track.taken(lane, min(steps, known)) for lane, track in tracks)
         return taken + max(0, steps - known) * one.shape.global_batch
 
@@ -507,7 +483,7 @@ class Run:
 
     def kept_units(self, one: Generation) -> Intervals:
         """Return the positions that a pass delivered and the run kept."""
-        return delivered_by(one, self, one.kept_steps).get(0, EMPTY)
+        return delivered_by(one, self, one.kept_steps)
 
 
 def _enough(one: Generation) -> int:

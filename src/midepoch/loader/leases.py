@@ -32,7 +32,6 @@ import numpy as np
 from midepoch._internal.hints import hinted_methods
 from midepoch._internal.processes import PREFIX
 from midepoch.audit.ledger import Ledger
-from midepoch.audit.records import record_of
 from midepoch.errors import LeaseError
 from midepoch.loader.plans import Frontier, LeasedLanes, LeasedSteps, Taken
 from midepoch.order import Shard
@@ -339,11 +338,11 @@ class Tracker:
                 return
             numbers = np.fromiter(noted, np.int64, len(noted))
             fresh = numbers[~self.acked.contains(numbers)]  # a call that was late notes a step again
-            for kind, flag in (("a", False), ("r", True)):
-                steps = {step: noted[step][0] for step in fresh.tolist() if noted[step][1] is flag}
+            for rejected in (False, True):
+                steps = {step: noted[step][0] for step in fresh.tolist() if noted[step][1] is rejected}
                 units = self._taken.add(steps, recorded=self._ledger is not None) if steps else {}
                 if steps and self._ledger is not None:
-                    self._ledger.note(record_of(kind, Intervals.from_positions(steps), units))
+                    self._ledger.acknowledged(Intervals.from_positions(steps), units, rejected=rejected)
             while True:
                 before = self.acked
                 after = before.union(Intervals.from_positions(fresh))

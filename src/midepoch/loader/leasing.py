@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from midepoch.audit.records import RETURNED, LeaseSteps
+from midepoch.audit.records import LeaseSteps
 from midepoch.errors import MidepochError
 from midepoch.loader import state as states
 from midepoch.loader.leases import MOST_NOTED, Lease, Tracker, Waiting
@@ -201,7 +201,7 @@ def leave_leases(loader: Loader, batches: Pass, tracker: Tracker) -> None:
     tracker.settle()
     tracker.returned |= set(tracker.out)
     if loader._ledger is not None:
-        loader._ledger.note(RETURNED)
+        loader._ledger.returned()
     run = loader._run
     if run.kind in (Kind.LOOKED, Kind.LEFT):
         loader._run = run._replace(kind=Kind.LOADED, next=run.cursor)

@@ -86,7 +86,6 @@ class Loader(Resumable):
         self._breaks = 0  # how often a state was loaded or iteration was stopped
         counting.check_new(spec, options, cursor)
         if cursor.begun and ledger is not None:
-            ledger.loaded(cursor)
             self._begin_record(ledger, self._run.cursor, load=True)
 
     if not TYPE_CHECKING:  # a type checker would allow every name
@@ -316,7 +315,6 @@ class Loader(Resumable):
         self._run = runs.load(resumed.spec.for_processes(self.shard.count, begun=True), resumed.cursor)
         self._compare_again()
         if self._ledger is not None:  # now, not with the first batch: there may be no batch left
-            self._ledger.loaded(resumed.cursor)
             self._begin_record(self._ledger, self._run.cursor, load=True)
 
     def check_state(self, state: Any) -> None:
@@ -364,8 +362,6 @@ class Loader(Resumable):
         end_leases(self)
         live, self._pass = self._current(), None
         self._run = runs.choose(self._run, epoch, batches=0 if live is None else live.delivered)
-        if self._ledger is not None:
-            self._ledger.chosen(self._run.cursor)
 
     def _draw_seed(self) -> None:
         """Fix the seed of the global generators while functions run: at the first pass, or the first state."""
@@ -428,7 +424,7 @@ class Loader(Resumable):
             # Nothing is left of the epoch, so that no batch follows that would begin a record.
             self._draw_seed()
             self._begin_record(ledger, edited.cursor)
-            ledger.finish(self._meter.waited, edited.cursor)
+            ledger.finish(edited.cursor)
         return edited.left_out
 
     def _continue_at(self, spec: PipelineSpec, cursor: Cursor) -> None:
@@ -567,10 +563,10 @@ class Loader(Resumable):
             self.pipeline,
             start,
             counting.batching(options),
+            self._meter,
             until=counting.end_of_epoch(self.pipeline, options, start),
             planning=options.planning,
             workers=options.num_workers,
-            measured=self._meter,
             sources=self.sources if options.provenance else (),
             leased=leased,
             load=load,

@@ -184,6 +184,11 @@ class Meter:
         """Seconds that the model has waited for data since the loader was created, whatever was reset."""
         return self._waited_before + self.waited
 
+    @property
+    def last_delivery(self) -> float | None:
+        """Time of the last delivery of a batch in the pass, if there was one."""
+        return self._last
+
     def figures(self) -> Figures:
         """Return the sums since the loader was created, whatever was reset."""
         timings, (slots, tokens), packs = self.timings, self._token_sums(), self.timings.places > 0

@@ -142,23 +142,26 @@ class Pass(Resumable):
                         self._recorded = True
                     if made.traced is not None:
                         ledger.documents.write(self._since, made.traced)
-                    ledger.step(made.skipped, self._meter.waited, at)
+                    if ledger.lanes is not None:
+                        ledger.add(at)
+                    if asked >= ledger.due or made.skipped:
+                        ledger.step(self._since, made.skipped)
                 run = states.deliver(loader._run, at, self.start)
+                if ledger is not None:
+                    ledger.counters[0] = self._since + 1
                 # The state moves only here, together with the batch. Python handles signals at calls, and there is
                 # none from here to the caller's loop, so that no interrupt comes between the two.
                 self.delivered += 1
                 self._since += 1
                 loader._run = run
-                if ledger is not None:
-                    ledger.undo = None
                 if made.skipped:
                     loader._skipped += made.skipped
                 if not made.empty:
                     return value
                 self._refuse_to_drift(made)
         except BaseException as problem:
-            if ledger is not None:
-                ledger.take_back()
+            if ledger is not None and self._recorded:
+                ledger.counters[0] = self._since  # without a step that is not delivered
             self._fail(problem)
             raise
         self.close()
@@ -219,7 +222,7 @@ class Pass(Resumable):
             return
         if not self._recorded and feed.finds_end:
             self._loader._begin_record(self._ledger, self.start, leased=self.leased)
-        self._ledger.finish(self._meter.waited, feed.end)
+        self._ledger.finish(feed.end)
 
     @property
     def is_open(self) -> bool:
@@ -267,7 +270,7 @@ class Pass(Resumable):
         feed, loader = self.feed, self._loader
         if feed is not None and self._failure is None and feed.complete(self._since):
             if self._ledger is not None:
-                self._ledger.finish(self._meter.waited, feed.end)
+                self._ledger.finish(feed.end)
             self.ended = True
             loader._finish(feed.end, rolled=self._start.rolled)
         else:

@@ -335,34 +335,35 @@ class Draw:
 
         ``counts``: outputs before each. ``coming``: True where the entry is right before the next output.
         """
-        width, parts, done = -1, [], 0
-        for run, stage, taken in self._taken:
-            for chunk, start, stop in taken.pieces:
-                if chunk.table is None:
+        pieces = [(run, stage, piece) for run, stage, taken in self._taken for piece in taken.pieces]
+        if any(chunk.table is None for _, _, (chunk, _, _) in pieces):
+            return None
+        edges = np.cumsum([0, *(stop - start for _, _, (_, start, stop) in pieces)])
+        # Entries after an output are of its piece, those right before one of the piece that follows.
+        numbers = np.searchsorted(edges, counts) - 1
+        if is_any := coming.any():
+            numbers = np.where(coming, np.searchsorted(edges, counts, side="right") - 1, numbers)
+        found: Int64Array | None = None
+        for number in set(numbers.tolist()):
+            for is_before in (False, True) if is_any else (False,):
+                places = np.flatnonzero((numbers == number) & (coming == is_before))
+                if not len(places):
+                    continue
+                if 0 <= number < len(pieces):
+                    run, stage, (chunk, start, _) = pieces[number]
+                    inner = chunk.table(start + counts[places] - edges[number], is_before)
+                    if inner is None:
+                        return None
+                    values = np.empty((len(places), 2 + inner.shape[1]), np.int64)
+                    values[:, 0], values[:, 1], values[:, 2:] = run, stage, inner
+                else:  # before the first output, or after the last
+                    part = self.at(int(counts[places[0]]))
+                    values = np.tile(np.array([part.run, part.stage, *flatten(part.at, [])]), (len(places), 1))
+                if found is None:
+                    found = np.empty((len(counts), values.shape[1]), np.int64)
+                if found.shape[1] != values.shape[1]:
                     return None
-                for is_before in (False, True):
-                    low = done if is_before else done + 1
-                    places = np.flatnonzero((counts >= low) & (counts < low + stop - start) & (coming == is_before))
-                    if len(places):
-                        values = chunk.table(start + counts[places] - done, is_before)
-                        if values is None or width not in (-1, values.shape[1]):
-                            return None
-                        width = values.shape[1]
-                        parts.append((places, run, stage, values))
-                done += stop - start
-        found = np.zeros((len(counts), 2 + max(width, 0)), np.int64)
-        covered = np.zeros(len(counts), np.bool_)
-        for places, run, stage, values in parts:
-            found[places, 0], found[places, 1], found[places, 2:], covered[places] = run, stage, values, True
-        if not covered.all():  # those before the first output, and after the last
-            for count in np.unique(counts[~covered]).tolist():
-                part = self.at(count)
-                numbers = [part.run, part.stage, *flatten(part.at, [])]
-                if width >= 0 and len(numbers) != 2 + width:
-                    return None
-                if width < 0:
-                    width, found = len(numbers) - 2, np.zeros((len(counts), len(numbers)), np.int64)
-                found[~covered & (counts == count)] = numbers
+                found[places] = values
         return found
 
     def at(self, count: int) -> PartAt:
@@ -461,11 +462,13 @@ class Mixed:
             else:
                 positions = np.where(outputs > 0, filled[np.maximum(outputs, 1) - 1] + 1, 0)
                 positions = np.where(last, size, positions)
-            columns = [(first + positions)[:, None], np.full((len(outputs), 1), change)]
+            columns = [np.full((len(outputs), 2), change)]
+            columns[0][:, 0] = first + positions
             for number, draw in enumerate(draws):
-                drawn = np.concatenate([[0], np.cumsum(sources == number)])[positions]
-                coming = is_before & ~last & (sources[np.minimum(positions, len(sources) - 1)] == number)
-                if (values := draw.table(drawn, coming)) is None:
+                coming = is_before & ~last
+                if is_before:
+                    coming &= sources[np.minimum(positions, len(sources) - 1)] == number
+                if (values := draw.table(np.searchsorted(places[number], positions), coming)) is None:
                     return None
                 columns.append(values)
             return np.concatenate(columns, axis=1)

@@ -404,6 +404,8 @@ class LazyRows:
         refs = RowRefs(self._bundles.engines, leaves, chosen, engine.locate(chosen), draws, draws=draws is not None)
 
         def table(outputs: Int64Array, _: bool) -> Int64Array:
-            return np.stack([first + outputs, np.zeros(len(outputs), np.int64)], axis=1)
+            found = np.zeros((len(outputs), 2), np.int64)
+            found[:, 0] = first + outputs
+            return found
 
         return Chunk(refs, lambda outputs: RowAt(first + outputs), table=table)

@@ -76,7 +76,7 @@ def spans_of(one: Generation, rank: int) -> Iterator[Span]:
         seconds = (mark.elapsed - before.elapsed) / 1000
         if seconds <= 0 or mark.steps <= before.steps:
             continue
-        figures = (mark.figures or Figures()).minus(before.figures or Figures())
+        figures = mark.figures.minus(before.figures)
         waited = max(0, mark.waited - before.waited) / 1000
         yield Span(began + mark.elapsed / 1000, one.shape.epoch, seconds, waited, figures)
         before = mark
@@ -161,7 +161,7 @@ def sources_of(run: Run, one: Generation, steps: int) -> list[SourceRows]:
     """Return the sources after a number of steps of a pass, in the order of the tree."""
     order = run.lanes_of(one).order if one.lanes else run.order
     names, about = names_of(order), _description(order)
-    mix = one.first.mix
+    mix = one.first.header.mix
     current = None if mix is None else mix.weights_at(run.reached(one, steps))
     weights = _weights(about if current is None else {**about, "weights": current})
     consumed = _consumed(run, order, one, steps)
@@ -174,9 +174,9 @@ def sources_of(run: Run, one: Generation, steps: int) -> list[SourceRows]:
 def progress(run: Run, one: Generation, steps: int) -> float | None:
     """Return the part of its epoch that is consumed after a number of steps of a pass, or None if it has no end."""
     if not one.lanes:
-        return run.reached(one, steps) / one.first.rows if one.first.rows else None
-    if one.first.mix is not None and one.first.mix.schedule is not None:
-        outputs = one.first.mix.schedule.plan[-1].outputs
+        return run.reached(one, steps) / one.first.header.rows if one.first.header.rows else None
+    if one.first.header.mix is not None and one.first.header.mix.schedule is not None:
+        outputs = one.first.header.mix.schedule.plan[-1].outputs
         return min(1.0, run.reached(one, steps) / outputs) if outputs else None
     order = run.lanes_of(one).order
     counts = iter(zip(_consumed(run, order, one, steps), (source.rows for source in order.sources), strict=True))
@@ -189,8 +189,8 @@ def is_in_group(run: Run, one: Generation, steps: int) -> bool:
         return False
     lanes = run.lanes_of(one)
     for lane in range(one.lanes):
-        if (track := lanes.owner(one, lane)) is not None:
-            found = lanes.places(one, lane, track.at(lane, min(steps, track.delivered)))
+        if (track := one.owner(lane)) is not None:
+            found = lanes.after(one, lane, min(steps, track.delivered))
             if any(kind == "group" for place in found for kind, _ in place.part):
                 return True
     return False
@@ -229,7 +229,7 @@ def _consumed(run: Run, order: KnownOrder, one: Generation, steps: int) -> list[
     sums = [0] * len(rows)
     lanes = LaneRun(order)
     for lane in range(one.lanes):
-        track = lanes.owner(one, lane) or next((each for each in one.tracks.values() if lane in each.begin), None)
+        track = one.owner(lane) or next((each for each in one.tracks.values() if lane in each.begin), None)
         if track is None:
             continue
         for place in lanes.places(one, lane, track.at(lane, min(steps, track.delivered))):
@@ -329,7 +329,7 @@ def now(run: Run, made: float) -> dict[str, Any]:
 
 def _phase(run: Run, last: Generation) -> str | None:
     """Return the name of the phase of a schedule after the last step, if it is known."""
-    mix, position = last.first.mix, run.reached(last, last.most_steps)
+    mix, position = last.first.header.mix, run.reached(last, last.most_steps)
     number = None if mix is None else mix.phase_at(position)
     return None if mix is None or mix.schedule is None or number is None else mix.schedule.plan[number].name
 
