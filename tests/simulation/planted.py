@@ -269,7 +269,9 @@ def a_ledger_without_loads(patch: pytest.MonkeyPatch) -> None:
     real = Ledger.begin
 
     def begin(self: Ledger, *arguments: Any, load: bool = False, **options: Any) -> None:
-        if not load:
+        if load:
+            self._how = "loaded"
+        else:
             real(self, *arguments, **options)
 
     patch.setattr(Ledger, "begin", begin)

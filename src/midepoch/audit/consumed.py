@@ -69,10 +69,6 @@ class RowCounts(NamedTuple):
     left: int = 0
     begun: int = 0
 
-    def plus(self, other: RowCounts) -> RowCounts:
-        """Return the sums."""
-        return RowCounts(*(a + b for a, b in zip(self, other, strict=True)))
-
 
 class LaneRun:
     """The lanes of a run, read with its order."""

@@ -34,7 +34,7 @@ Int64Array = npt.NDArray[np.int64]
 CURSORS, NUMBERS = b"curs", b"nums"
 """Kinds of records: the cursors of some steps, or only the numbers in them, if their shape is that of the last one."""
 Places = tuple[Sequence[Any], Sequence[int]]
-"""Where the lanes of a rank are after a step: a mark of each, and the outputs that it has taken."""
+"""Places of the lanes of a rank after a step: a mark of each, and the outputs that it has taken."""
 
 
 At = Any

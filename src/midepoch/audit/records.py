@@ -233,7 +233,7 @@ class Header:
     last one of a start of the same name, and the last one of another start.
     """
     how: str
-    """How the run came to it: it is "fresh", a state was "loaded", or it is "on" its way."""
+    """The way in which the run came to it: it is "fresh", a state was "loaded", or it is "on" its way."""
     is_load: bool
     """True if only a state was loaded, and no pass is begun yet."""
     rank: int

@@ -255,35 +255,52 @@ class Run:
         return not self.problems and all(epoch.exact for epoch in self.epochs)
 
     def _proof(self, epoch: int, units: EpochUnits) -> EpochProof:
+        """Count the rows of an epoch. Those of leases count when they are acknowledged and, in lanes, as outputs."""
         passes = [one for one in self.every if one.shape.epoch == epoch]
         kept = [one for one in self.generations if one.shape.epoch == epoch]
+        over, leases, last = self._is_over(epoch, units), None, (passes or self.every)[-1]
         counted: dict[str, Any] = {
             "epoch": epoch,
             "repeated": len(units.twice),
             "skipped": sum(one.skipped(one.kept_steps) for one in kept),
             "steps": sum(one.kept_steps for one in kept),
         }
-        over = self._is_over(epoch, units)
         if any(one.leases for one in passes):
-            return self._lease_proof(units, passes, over, counted)
-        if self.every[-1].in_lanes:
+            out = self._still_out(units)
+            if not any(other > epoch and of.records for other, of in self._units.items()):
+                over = (over or self._all_finished(units)) and not any(out)  # what is out comes again first
+            leases = LeaseCounts(units.leased, len(units.kept), len(units.rejected), *out)
+            counted["steps"] = sum(
+                len(one.leases[rank].delivered) if rank in one.leases else steps
+                for one in passes
+                for rank, steps in one.steps.items()
+            )
+        elif self.every[-1].in_lanes:
             return self._lane_proof(units, passes, kept, over, counted)
-        rows, excluded, never = self.every[-1].first.header.rows, len(units.left_out), len(units.never)
-        if passes and self._counts_batches(passes[-1]):
-            end = passes[-1].end
-            rows = len(units.kept) + excluded + (not over) if end == UNKNOWN else end
-        left = max(0, rows - len(units.kept) - excluded - never)
-        dropped = min(left, self._dropped(epoch, units, left, over))
+        seen, excluded, never = len(units.kept), len(units.left_out), len(units.never)
+        rows, dropped = last.first.header.rows, 0
+        if last.in_lanes:  # outputs are not known before
+            dropped = len(units.dropped.minus(units.kept).minus(units.excluded))
+            rows = seen + excluded + dropped + never + (not over)
+        elif passes and self._counts_batches(last):
+            rows = seen + excluded + (not over) if last.end == UNKNOWN else last.end
+        left = max(0, rows - seen - excluded - never)
+        if not last.in_lanes:
+            dropped = min(left, self._dropped(epoch, units, left, over))
         left -= dropped
+        examples = units.examples
+        if over and left and not examples:
+            examples = tuple(Intervals.of(0, rows).minus(units.kept.union(units.excluded)).first(10))
         return EpochProof(
             rows=rows,
-            once=len(units.kept) - len(units.twice),
+            once=seen - len(units.twice),
             never=never + (left if over else 0),
             dropped=dropped,
             pending=0 if over else left,
             again=units.again,
-            examples=units.examples or self._first_missing(units, rows, left if over else 0),
+            examples=() if last.in_lanes else examples,
             excluded=excluded,
+            leases=leases,
             **counted,
         )
 
@@ -310,24 +327,15 @@ class Run:
                 return left
         return 0
 
-    @staticmethod
-    def _first_missing(units: EpochUnits, rows: int, missing: int) -> tuple[int, ...]:
-        if not missing:
-            return ()
-        seen = units.kept.union(units.excluded)
-        return tuple(Intervals.of(0, rows).minus(seen).first(10))
-
     def _lane_proof(
         self, units: EpochUnits, passes: list[Generation], kept: list[Generation], over: bool, counted: dict[str, Any]
     ) -> EpochProof:
         """Count rows by the cursors of the lanes, and outputs by what was recorded of them."""
-        total, wrong = RowCounts(), 0
-        for lane in range(kept[-1].lanes if kept else 0):
-            lanes = self.lanes_of(kept[-1])
-            total = total.plus(lanes.counts(kept, lane))
-            wrong += lanes.joints(kept, lane)
-        rows = self.every[-1].first.header.rows
-        left = total.left if kept else rows
+        total, wrong, left = RowCounts(), 0, self.every[-1].first.header.rows
+        if kept:
+            lanes, numbers = self.lanes_of(kept[-1]), range(kept[-1].lanes)
+            total = RowCounts(*map(sum, zip(*(lanes.counts(kept, lane) for lane in numbers), strict=True)))
+            wrong, left = sum(lanes.joints(kept, lane) for lane in numbers), total.left
         made = sum(self.lanes_of(one).rows_of(one, one.most_steps) for one in passes)
         consumed = sum(self.lanes_of(one).rows_of(one, one.kept_steps) for one in kept)
         excluded = sum(self.lanes_of(one).excluded_rows(one) for one in kept if one.first.header.excluded)
@@ -340,42 +348,6 @@ class Run:
             again=max(0, made - consumed),
             filtered=max(0, total.filtered - counted["skipped"] - excluded),
             excluded=len(units.left_out) + excluded,
-            **counted,
-        )
-
-    def _lease_proof(
-        self, units: EpochUnits, passes: list[Generation], over: bool, counted: dict[str, Any]
-    ) -> EpochProof:
-        """Count what was acknowledged."""
-        out = self._still_out(units)
-        last, acknowledged = passes[-1], len(units.kept)
-        excluded, never = len(units.left_out), len(units.never)
-        if not any(other > last.shape.epoch and of.records for other, of in self._units.items()):
-            over = (over or self._all_finished(units)) and not any(out)  # what is out comes again first
-        rows = last.first.header.rows
-        if last.in_lanes:  # outputs are not known before
-            dropped = len(units.dropped.minus(units.kept).minus(units.excluded))
-            rows = acknowledged + excluded + dropped + never + (not over)
-        left = max(0, rows - acknowledged - excluded - never)
-        if not last.in_lanes:
-            dropped = min(left, self._dropped(last.shape.epoch, units, left, over))
-        left -= dropped
-        counts = LeaseCounts(units.leased, acknowledged, len(units.rejected), *out)
-        counted["steps"] = sum(
-            len(one.leases[rank].delivered) if rank in one.leases else steps
-            for one in passes
-            for rank, steps in one.steps.items()
-        )
-        return EpochProof(
-            rows=rows,
-            once=acknowledged - len(units.twice),
-            never=never + (left if over else 0),
-            dropped=dropped,
-            pending=0 if over else left,
-            again=units.again,
-            examples=() if last.in_lanes else units.examples,
-            excluded=excluded,
-            leases=counts,
             **counted,
         )
 
