@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import logging
 import multiprocessing
 import os
 import time
@@ -555,3 +557,24 @@ def test_the_name_of_a_start_is_found_once(
     monkeypatch.delenv("MIDEPOCH_RUN_ID")
     list(loader)
     assert read_run(tmp_path).attempts == 1
+
+
+def test_a_fork_says_nothing_of_the_ledger_of_its_parent(ds: midepoch.Dataset, tmp_path: Path) -> None:
+    """It frees a loader with steps whose cursors are not written yet."""
+    passing: Any = iter(ds.filter(lambda row: True).loader(4, audit=tmp_path))
+    next(passing)
+    said: list[logging.LogRecord] = []
+    handler = logging.Handler()
+    handler.emit = said.append  # type: ignore[method-assign]
+
+    def free() -> bool:
+        nonlocal passing
+        assert passing._ledger.lanes.pending
+        logging.getLogger("midepoch").addHandler(handler)
+        passing = None
+        gc.collect()
+        return not said
+
+    assert forked(free) == 0
+    next(passing)
+    assert read_run(tmp_path).steps == 2

@@ -167,7 +167,7 @@ _ledgers: weakref.WeakSet[Ledger] = weakref.WeakSet()
 def _leave_to_parent() -> None:
     """Count nothing in the files of the parent: called in a fork."""
     for ledger in _ledgers:
-        ledger.counters, ledger.due = list(ledger.counters), 0.0
+        ledger.counters, ledger.due, ledger._mark = list(ledger.counters), 0.0, 0.0  # the next step says so
 
 
 if hasattr(os, "register_at_fork"):
@@ -266,17 +266,17 @@ class Ledger:
             if planning is not None:
                 save_lengths(self.folder, spec, planning)
             header = Header(
-                attempt,
-                self._rows[0],
-                order_name(spec),
-                self.name,
-                process_name(),
-                process_space(),
-                number,
-                round(time.time(), 3),
-                previous,
-                self._how,
-                load,
+                attempt=attempt,
+                stream=self._rows[0],
+                order=order_name(spec),
+                name=self.name,
+                process=process_name(),
+                space=process_space(),
+                number=number,
+                time=round(time.time(), 3),
+                previous=previous,
+                how=self._how,
+                is_load=load,
                 rank=shard.index,
                 ranks=shard.count,
                 workers=workers,
@@ -374,9 +374,11 @@ class Ledger:
         lanes, steps = self.lanes, self.counters[Count.STEPS]
         if lanes is None:
             return
-        for kind, content, number in lanes.records(steps):
+        is_recorded = self._journal is not None and self._journal.is_open  # not in a fork, or after a failure
+        for kind, content, number in lanes.records(steps) if is_recorded else ():
             self._append(kind, content, number)
-        if (end := lanes.written(steps)) is not None:  # also if no pass comes to ask for another batch
+        end = lanes.written(steps)
+        if end is not None and is_recorded:  # also if no pass comes to ask for another batch
             self._end(end)
 
     def leave(self) -> None:

@@ -148,7 +148,7 @@ class Pass(Resumable):
                         ledger.step(self._since, made.skipped)
                 run = states.deliver(loader._run, at, self.start)
                 if ledger is not None:
-                    ledger.counters[0] = self._since + 1
+                    ledger.counters[0] = self._since + 1  # Count.STEPS: a store, and not a call
                 # The state moves only here, together with the batch. Python handles signals at calls, and there is
                 # none from here to the caller's loop, so that no interrupt comes between the two.
                 self.delivered += 1
