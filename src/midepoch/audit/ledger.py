@@ -22,6 +22,7 @@ import time
 import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -103,19 +104,6 @@ def _last(known: list[tuple[int, str, Path]], shard: Shard, stream: str) -> list
             files[path.name] = steps_in(passes, stream)
             named |= {name for one in headers for name, _ in one.previous}
     return [one for one in files.items() if one[0] not in named][:1]
-
-
-def attempt_name(shard: Shard) -> str:
-    """Return the name of this start. Raises ValueError if the ranks have none in common."""
-    if found := start_name(World(shard.index, shard.count)).strip("-"):
-        return found
-    if shard.count == 1:
-        return process_name()
-    raise ValueError(
-        f"a ledger of {shard.count} ranks needs a name that all ranks of this start share and no other start has, "
-        "and none was found. Initialise torch.distributed or jax.distributed before the loader is created, set "
-        "MIDEPOCH_RUN_ID for all ranks, or pass audit=midepoch.audit.Ledger(folder, attempt=…)."
-    )
 
 
 _births: dict[int, str] = {}
@@ -212,7 +200,7 @@ class Ledger:
 
     def prepare(self, shard: Shard) -> None:
         """Raise errors that prevent a ledger before anything is delivered."""
-        self._attempt = self.attempt(shard)  # fixed now: the process group may be gone when a pass begins
+        self._attempt = self._attempt_of(shard)  # fixed now: the process group may be gone when a pass begins
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             if not os.access(self.folder, os.W_OK):
@@ -221,9 +209,19 @@ class Ledger:
             text = f"the ledger cannot be kept in {self.folder}: {problem.strerror}"
             raise OSError(problem.errno, text) from None
 
-    def attempt(self, shard: Shard) -> str:
-        """Return the name of this start. Raises if the ranks have none in common."""
-        return attempt_name(shard) if self._attempt is None else self._attempt
+    def _attempt_of(self, shard: Shard) -> str:
+        """Return the name of this start. Raises ValueError if the ranks have none in common."""
+        if self._attempt is not None:
+            return self._attempt
+        if found := start_name(World(shard.index, shard.count)).strip("-"):
+            return found
+        if shard.count == 1:
+            return process_name()
+        raise ValueError(
+            f"a ledger of {shard.count} ranks needs a name that all ranks of this start share and no other start has, "
+            "and none was found. Initialise torch.distributed or jax.distributed before the loader is created, set "
+            "MIDEPOCH_RUN_ID for all ranks, or pass audit=midepoch.audit.Ledger(folder, attempt=…)."
+        )
 
     def begin(
         self,
@@ -245,7 +243,7 @@ class Ledger:
         the documents of steps are recorded. ``leased``: the steps of its leases, if its batches are leases. ``load``: a
         state was loaded, and no pass is begun yet.
         """
-        shard, attempt = spec.shard, self.attempt(spec.shard)
+        shard, attempt = spec.shard, self._attempt_of(spec.shard)
         self._how = "loaded" if load else "on" if self.counters[Count.STEPS] else self._how
         self._rows = (stream_name(spec, self.name), shard.index)
         self._ends = until == UNKNOWN  # then the end is recorded when it is reached
@@ -455,15 +453,11 @@ class Ledger:
             self._close()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _ledger, (str(self.folder), self.name, self._attempt)
+        return partial(Ledger, str(self.folder), name=self.name, attempt=self._attempt), ()
 
 
 def ledger_of(given: Any) -> Ledger | None:
     """Return the argument ``audit`` of a loader (a folder, a Ledger, or None) as a ledger with a file of its own."""
-    if given is None:
-        return None
-    return _ledger(given.folder, given.name, given._attempt) if isinstance(given, Ledger) else Ledger(given)
-
-
-def _ledger(folder: Any, name: str, attempt: str | None) -> Ledger:
-    return Ledger(folder, name=name, attempt=attempt)
+    if isinstance(given, Ledger):
+        return Ledger(given.folder, name=given.name, attempt=given._attempt)
+    return None if given is None else Ledger(given)

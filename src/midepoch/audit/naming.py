@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, NamedTuple
@@ -13,7 +14,7 @@ from midepoch.audit.consumed import Delivery
 from midepoch.audit.documents import Document, documents_of
 from midepoch.audit.orders import KnownSource
 from midepoch.audit.passes import Generation
-from midepoch.audit.proof import own_positions
+from midepoch.audit.proof import delivered_by, own_positions
 from midepoch.errors import DataNotFoundError, StateError
 from midepoch.order import Shard
 from midepoch.pipeline.plans import TokenPlan
@@ -206,16 +207,13 @@ def _steps_with(run: Run, one: Generation, before: int, position: int, row: int)
     unit = plan.batches.batch_of(position) if isinstance(plan, TokenPlan) else position
     if unit is None or unit < plan.first_lane.taken or plan.done.contains_one(unit):
         return
-    low, high = 0, one.reach
-    turn = plan.done.before(unit)
-    while low < high:  # the first step after which the unit is delivered
-        middle = (low + high) // 2
-        low, high = (low, middle) if int(plan.turns(np.array([middle + 1]))[0]) > turn else (middle + 1, high)
-    for rank in one.of_rank:
-        if one.received(rank, low) and low < one.reach:
-            own = own_positions(plan, range(low, low + 1), Shard(rank, one.shape.ranks))
+    steps, turn = range(one.reach), plan.done.before(unit)
+    step = bisect_right(steps, turn, key=lambda step: int(plan.turns(np.array([step + 1]))[0]))
+    for rank in one.of_rank if step in steps else ():
+        if one.received(rank, step):
+            own = own_positions(plan, range(step, step + 1), Shard(rank, one.shape.ranks))
             if (own == position).any():
-                yield Delivery(before + low + 1, one.shape.epoch, position, rank, row)
+                yield Delivery(before + step + 1, one.shape.epoch, position, rank, row)
 
 
 def overlap(run: Run, other: Run, report: Report | None = None) -> Overlap:
@@ -245,7 +243,7 @@ def _seen(run: Run, report: Report | None) -> npt.NDArray[np.bool_]:
 def _positions_of(run: Run, one: Generation) -> Iterator[tuple[int, Int64Array]]:
     """Yield epochs of the source, and positions in them, that a pass consumed."""
     if not one.in_lanes:
-        yield one.shape.epoch, run.kept_units(one).positions()
+        yield one.shape.epoch, delivered_by(one, run, one.kept_steps).positions()
         return
     lanes = run.lanes_of(one)
     for lane in range(one.lanes):

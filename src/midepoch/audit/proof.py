@@ -17,7 +17,7 @@ from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -29,6 +29,9 @@ from midepoch.order.intervals import EMPTY, Intervals
 from midepoch.pipeline.cursor import LaneCursor, WindowAt
 from midepoch.pipeline.plans import StepPlan, TokenPlan
 
+if TYPE_CHECKING:
+    from midepoch.audit.run import Run
+
 Int64Array = npt.NDArray[np.int64]
 _LANE = 1 << 44
 """Units of lane n are numbered from n << 44 on, so that those of all lanes are one set."""
@@ -37,16 +40,6 @@ _LANE = 1 << 44
 def in_lane(lane: int, units: Intervals) -> Intervals:
     """Return units of a lane, as numbered among those of all lanes."""
     return Intervals.of(units.starts + lane * _LANE, units.stops + lane * _LANE)
-
-
-class Plans(Protocol):
-    """The plans of passes, made again from their records."""
-
-    def plan_of(self, one: Generation) -> StepPlan:
-        """Return the steps of a pass over positions. Raises StateError if they cannot be made again."""
-
-    def excluded_positions(self, one: Generation) -> Intervals:
-        """Return the positions of the rows that are excluded in every epoch."""
 
 
 class Claim(NamedTuple):
@@ -83,11 +76,6 @@ class LeaseCounts(NamedTuple):
     rejected: int
     out: int
     returned: int
-
-    @property
-    def totals(self) -> dict[str, int]:
-        """The counts that tools show."""
-        return self._asdict()
 
 
 @dataclass
@@ -149,11 +137,11 @@ class History:
     it, or if nothing follows.
     """
 
-    def __init__(self, records: Sequence[Generation], plans: Plans) -> None:
+    def __init__(self, records: Sequence[Generation], run: Run) -> None:
         self.epochs: dict[int, EpochUnits] = {}
         self.kept: list[Generation] = []
         self.firsts: list[int] = []
-        self._plans = plans
+        self._run = run
         self._offset = 0  # steps before a loader that counts from 0, if every epoch has a new one
         self._begun: set[tuple[Stretch, int, int]] = set()
         load: Generation | None = None
@@ -169,7 +157,7 @@ class History:
             if load is not None:
                 self._go_back(load, turns[id(load)])
                 load = None
-            if _is_look(one, plans):
+            if _is_look(one, run):
                 one.how_after_look, look = how, one
             else:
                 self._add(one, how, turns[id(one)])
@@ -184,7 +172,7 @@ class History:
         ``following``: the record after it, or the state that was loaded. Return how the run came to the pass after it,
         which says ``how``: after a look that is taken back, as it came to the look.
         """
-        units, before = delivered_by(look, self._plans), look.how_after_look or look.how
+        units, before = delivered_by(look, self._run), look.how_after_look or look.how
         if following is None or self._is_after(look, following, units):
             self._add(look, before, turns[id(look)])
             return how
@@ -196,13 +184,13 @@ class History:
         """Return True if a record begins after a look, whose units are done there, and no others."""
         if look.shape.epoch != one.shape.epoch:
             return False
-        before, after = claim_of(look, self._plans), claim_of(one, self._plans)
+        before, after = claim_of(look, self._run), claim_of(one, self._run)
         own = units.intersection(after.all_units)
         return not own.minus(after.done) and not after.done.minus(own.union(before.done, before.excluded))
 
     def _go_back(self, one: Generation, stretch: Stretch) -> None:
         """Continue where a record begins, without what was delivered after it."""
-        claim, epoch = claim_of(one, self._plans), one.shape.epoch
+        claim, epoch = claim_of(one, self._run), one.shape.epoch
         here = self.epochs.setdefault(epoch, EpochUnits())
         fresh = frozenset(lane for lane in claim.lanes if (stretch, epoch, lane) not in self._begun)
         self._begun |= {(stretch, epoch, lane) for lane in claim.lanes}
@@ -236,14 +224,14 @@ class History:
         if how == "fresh":  # a state that was loaded has a record of its own
             self._go_back(one, stretch)
             self._offset = self.firsts[-1] + self.kept[-1].kept_steps - one.before if self.kept else 0
-        here, claim = self.epochs.setdefault(one.shape.epoch, EpochUnits()), claim_of(one, self._plans)
+        here, claim = self.epochs.setdefault(one.shape.epoch, EpochUnits()), claim_of(one, self._run)
         self._begun |= {(stretch, one.shape.epoch, lane) for lane in claim.lanes}
         here.records += [one] if not any(one is other for other in here.records) else []
         here.excluded = here.excluded.union(claim.excluded)
-        here.deliver(delivered_by(one, self._plans))
+        here.deliver(delivered_by(one, self._run))
         here.dropped = here.dropped.union(_dropped(one))
-        here.leased += sum(units_in(one, rank, record.delivered, self._plans) for rank, record in one.leases.items())
-        here.rejected = here.rejected.union(_acknowledged(one, self._plans, rejected=True))
+        here.leased += sum(units_in(one, rank, record.delivered, self._run) for rank, record in one.leases.items())
+        here.rejected = here.rejected.union(_acknowledged(one, self._run, rejected=True))
         one.kept_steps = one.most_steps
         self.kept.append(one)
         self.firsts.append(self._offset + one.before)
@@ -272,11 +260,11 @@ def _is_beyond(track: LaneTrack, lanes: list[int], done: Mapping[int, int], step
     return any(track.taken(lane, step) > done[lane] for lane in lanes)
 
 
-def _is_look(one: Generation, plans: Plans) -> bool:
+def _is_look(one: Generation, run: Run) -> bool:
     """Return True if no rank received more than a first batch, of several."""
     if one.most_steps > 1 or one.leases or any(record.finished for record in one.of_rank.values()):
         return False
-    return one.in_lanes or plans.plan_of(one).has(1)
+    return one.in_lanes or run.plan_of(one).has(1)
 
 
 def stretches(records: Sequence[Generation]) -> dict[int, Stretch]:
@@ -295,7 +283,7 @@ def stretches(records: Sequence[Generation]) -> dict[int, Stretch]:
     return found
 
 
-def claim_of(one: Generation, plans: Plans) -> Claim:
+def claim_of(one: Generation, run: Run) -> Claim:
     """Return what a record says of the units before it."""
     if one.in_lanes:
         known, numbers = one.cursor.lanes, {number for track in one.tracks.values() for number in track.begin}
@@ -303,17 +291,17 @@ def claim_of(one: Generation, plans: Plans) -> Claim:
         done = EMPTY.union(*(in_lane(number, _done(lane)) for number, lane in lanes.items()))
         excluded = EMPTY.union(*(in_lane(number, lane.excluded) for number, lane in lanes.items()))
         return Claim(frozenset(numbers), done, excluded)
-    lane = in_rows(one, one.cursor.lane, plans)
-    excluded = lane.excluded.union(plans.excluded_positions(one).from_(lane.taken))
+    lane = in_rows(one, one.cursor.lane, run)
+    excluded = lane.excluded.union(run.excluded_positions(one).from_(lane.taken))
     return Claim(frozenset([0]), _done(lane).minus(lane.excluded), excluded)
 
 
-def in_rows(one: Generation, lane: LaneCursor, plans: Plans) -> LaneCursor:
+def in_rows(one: Generation, lane: LaneCursor, run: Run) -> LaneCursor:
     """Return a cursor of a pass over positions in rows."""
     at = lane.at
     if isinstance(at, WindowAt) and at.first == lane.taken and not (lane.excluded or lane.ahead):
         return at.rows  # also if nothing is left to plan
-    plan = plans.plan_of(one) if one.shape.batching.budget else None
+    plan = run.plan_of(one) if one.shape.batching.budget else None
     if not isinstance(plan, TokenPlan):
         return lane
     return plan.batches.in_rows(lane) if lane.at is not None else LaneCursor()
@@ -323,13 +311,13 @@ def _done(lane: LaneCursor) -> Intervals:
     return Intervals.of(0, lane.taken).union(lane.ahead)
 
 
-def delivered_by(one: Generation, plans: Plans, steps: int | None = None) -> Intervals:
+def delivered_by(one: Generation, run: Run, steps: int | None = None) -> Intervals:
     """Return the units that a pass delivered, or that were acknowledged of it. ``steps``: only of its first steps."""
     if one.leases:
-        return _acknowledged(one, plans)
+        return _acknowledged(one, run)
     if one.in_lanes:
         return EMPTY.union(*(_outputs(one, lane, steps) for lane in range(one.lanes)))
-    plan = plans.plan_of(one)
+    plan = run.plan_of(one)
     counts = {rank: count if steps is None else min(count, steps) for rank, count in one.steps.items()}
     common = 0 if one.missing else min(counts.values())
     found = [rows_of(plan, plan.units(0, common))] if common else []
@@ -378,7 +366,7 @@ def _dropped(one: Generation) -> Intervals:
     )
 
 
-def _acknowledged(one: Generation, plans: Plans, *, rejected: bool = False) -> Intervals:
+def _acknowledged(one: Generation, run: Run, *, rejected: bool = False) -> Intervals:
     """Return the units that were acknowledged in a pass of leases."""
     found = []
     for rank, record in one.leases.items():
@@ -386,18 +374,18 @@ def _acknowledged(one: Generation, plans: Plans, *, rejected: bool = False) -> I
         if one.in_lanes:
             found += [in_lane(lane, some) for lane, some in units.items()]
         elif turns := units.get(0):  # numbers of units of a rank among those that the pass delivers
-            plan, shard = plans.plan_of(one), Shard(rank, one.shape.ranks)
+            plan, shard = run.plan_of(one), Shard(rank, one.shape.ranks)
             ranges = zip(turns.starts.tolist(), turns.stops.tolist(), strict=True)
             positions = [plan.done.remaining(shard.positions(first, stop)) for first, stop in ranges]
             found.append(rows_of(plan, Intervals.from_positions(np.concatenate(positions))))
     return EMPTY.union(*found)
 
 
-def units_in(one: Generation, rank: int, steps: Intervals, plans: Plans) -> int:
+def units_in(one: Generation, rank: int, steps: Intervals, run: Run) -> int:
     """Return the number of units of a rank in steps of a pass of leases. In lanes, of full steps."""
     if one.in_lanes:
         sizes = one.shape.batching.sizes
         return len(steps) * (sizes if isinstance(sizes, int) else sizes.sizes[0])
-    plan, shard = plans.plan_of(one), Shard(rank, one.shape.ranks)
+    plan, shard = run.plan_of(one), Shard(rank, one.shape.ranks)
     ranges = zip(steps.starts.tolist(), steps.stops.tolist(), strict=True)
     return sum(len(own_positions(plan, range(first, stop), shard)) for first, stop in ranges)

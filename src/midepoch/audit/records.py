@@ -395,11 +395,3 @@ def _passed(header: Header, records: Sequence[Record], path: Path) -> Passed:
         leases=None if header.leases is None else _leases(header, steps, contents(ACKED, RETURNED)),
         documents=RecordedDocuments(path) if header.sources and track is not None else None,
     )
-
-
-def batching_of(
-    size: int, sizes: BatchSizes | None, last_batch: str | None, budget: str, *, planned: bool
-) -> RecordedBatching:
-    """Return the settings of batches as a header records them."""
-    ends = last_batch or ("dealt" if planned else "uneven")
-    return RecordedBatching(str(size) if sizes is None else sizes.text, ends, budget)

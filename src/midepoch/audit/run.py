@@ -13,7 +13,7 @@ from midepoch.audit import naming
 from midepoch.audit.consumed import LaneRun, RowCounts
 from midepoch.audit.orders import KnownOrder, WeightChange, weight_changes
 from midepoch.audit.passes import Generation, ledger_folder, read_generations
-from midepoch.audit.proof import EpochUnits, History, LeaseCounts, delivered_by, units_in
+from midepoch.audit.proof import EpochUnits, History, LeaseCounts, units_in
 from midepoch.errors import DataNotFoundError, StateError
 from midepoch.order import Shard
 from midepoch.order.budget import Budget
@@ -452,10 +452,6 @@ class Run:
     def is_finished(self, one: Generation) -> bool:
         """Return True if all ranks came to the end of the epoch in a pass."""
         return len(self._finished(one)) == one.shape.ranks
-
-    def kept_units(self, one: Generation) -> Intervals:
-        """Return the positions that a pass delivered and the run kept."""
-        return delivered_by(one, self, one.kept_steps)
 
 
 def _enough(one: Generation) -> int:

@@ -113,7 +113,7 @@ def _proof(runs: list[Run], as_json: bool) -> None:
 
 
 def _epoch(one: EpochProof) -> dict[str, Any]:
-    counts = None if one.leases is None else one.leases.totals
+    counts = None if one.leases is None else one.leases._asdict()
     return {**asdict(replace(one, leases=None)), "leases": counts, "exact": one.exact, "complete": one.complete}
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from midepoch.audit.orders import MOST_ROWS
-from midepoch.audit.records import RecordedBatching, batching_of
+from midepoch.audit.records import RecordedBatching
 from midepoch.loader.lanes import check_equal_steps
 from midepoch.loader.options import Options
 from midepoch.loader.plans import batches_of, make_plan
@@ -22,9 +22,9 @@ from midepoch.stats import Stats
 
 def batching(options: Options) -> RecordedBatching:
     """Return the settings of batches, as a ledger records them."""
-    budget = options.budget.text if options.budget is not None else ""
-    planned = options.planning is not None
-    return batching_of(options.batch_size, options.sizes, options.last_batch, budget, planned=planned)
+    size = str(options.batch_size) if options.sizes is None else options.sizes.text
+    ends = options.last_batch or ("uneven" if options.planning is None else "dealt")
+    return RecordedBatching(size, ends, "" if options.budget is None else options.budget.text)
 
 
 def end_of_epoch(spec: PipelineSpec, options: Options, cursor: Cursor) -> int:

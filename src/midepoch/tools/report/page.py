@@ -250,7 +250,7 @@ def of_run(run: Run, made: float) -> dict[str, Any]:
                 "skipped": proof.skipped,
                 "again": proof.again,
                 "excluded": proof.excluded,
-                "leases": None if proof.leases is None else proof.leases.totals,
+                "leases": None if proof.leases is None else proof.leases._asdict(),
                 "steps": proof.steps,
                 "exact": proof.exact,
                 "complete": proof.complete,
