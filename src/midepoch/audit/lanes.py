@@ -91,7 +91,7 @@ class LaneRecorder:
     def _record(self, lane: int, marks: Sequence[Any], taken: Sequence[int]) -> tuple[bytes, bytes]:
         chunk, first = marks[0][0] if isinstance(marks[0], tuple) else None, self._written + 1
         same = isinstance(chunk, Chunk) and all(isinstance(mark, tuple) and mark[0] is chunk for mark in marks)
-        table = chunk.table if same else None
+        table = chunk.table if chunk is not None and same else None
         if self._widths[lane] and table is not None:
             values = table(np.array([outputs for _, outputs in marks]), False)
             if values is not None and values.shape[1] == self._widths[lane]:
