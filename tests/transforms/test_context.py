@@ -280,7 +280,7 @@ def test_settings_are_checked() -> None:
     for make in (lambda: ContextSlice.of((4, 4)), lambda: ContextSlice(4, 4)):
         with pytest.raises(ValueError, match=r"the rank of context_parallel must be in \[0, 4\), got 4"):
             make()
-    for layout in (lambda: ContextSlice(0, 1, "zigzag"), lambda: whole([], {}, "zigzag")):
+    for layout in (lambda: ContextSlice(0, 1, "zigzag"), lambda: whole([np.zeros(2)], {}, "zigzag")):
         with pytest.raises(ValueError, match="cp_layout must be one of 'contiguous', .* got 'zigzag'"):
             layout()
     for given_ in ("cp", 3, (0, 1, 2), (0.5, 2), (True, 2)):

@@ -21,7 +21,7 @@ the end of every row or document.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import lcm
 from typing import Any
@@ -34,14 +34,11 @@ from midepoch._internal.values import loaded
 from midepoch.distributed.world import context_rank
 from midepoch.errors import ColumnError, MapError
 from midepoch.transforms.arrow_values import stacked
+from midepoch.transforms.formats import Allocate
 from midepoch.transforms.packing import IGNORED, LABELS
 
 Int64Array = npt.NDArray[np.int64]
 Values = npt.NDArray[Any]
-Allocate = Callable[[tuple[int, ...], np.dtype[Any]], "Values | None"]
-
-Rooms = Callable[[int, int, np.dtype[Any]], tuple[Values, Values]]
-"""Returns an uninitialised array for a column, and the same memory as a table of rows."""
 
 CP_LAYOUTS = ("contiguous", "head_tail", "per_document")
 SHIFTED = "shift_labels"
@@ -53,16 +50,13 @@ def pad_for(name: str, dtype: np.dtype[Any], pads: Mapping[str, int | float]) ->
     value = pads.get(name, 0)
     if name in (LABELS, SHIFTED):
         value = pads.get(name, pads.get(LABELS, IGNORED))
-    if dtype.kind in "iu" and not _fits(value, np.iinfo(dtype)):
+    fits = dtype.kind not in "iu" or (np.iinfo(dtype).min <= value <= np.iinfo(dtype).max and float(value).is_integer())
+    if not fits:
         raise ColumnError(
             f"padding of {value} does not fit into column {name!r}, which is {dtype}. Map the column to a wider type, "
             "or give another value for its padding."
         )
     return value
-
-
-def _fits(value: int | float, limits: Any) -> bool:
-    return bool(limits.min <= value <= limits.max) and float(value).is_integer()
 
 
 def room(shape: tuple[int, ...], dtype: np.dtype[Any], allocate: Allocate | None) -> Values:
@@ -124,67 +118,61 @@ class ContextSlice:
             uncut[SHIFTED] = shifted(uncut[LABELS], uncut.get("segment_ids"), ignored)
         if "position_ids" not in uncut:
             uncut["position_ids"] = np.broadcast_to(np.arange(length, dtype=np.int32), (rows, length))
-        bounds = _bounds(columns, uncut, varlen, by_segments=self.layout == "per_document")
-
-        def rooms(count: int, width: int, dtype: np.dtype[Any]) -> tuple[Values, Values]:
-            found = room((width,) if varlen else (count, width), dtype, allocate)
-            return found, found.reshape(count, width)
-
-        added: dict[str, list[Values]] = {}
-        if self.layout == "per_document" and bounds is not None:
-            places, padded = self._document_places(bounds, length, lcm(multiple, self.multiple()))
-            added["cu_seqlens"] = [ends // self.size for ends in padded]
-            added["cu_seqlens_padded"] = padded
-            filled = {name: pad_for(name, values.dtype, pads or {}) for name, values in uncut.items()}
-            parts = {n: _gathered(values, places, filled[n], rooms) for n, values in uncut.items()}
+        by_document = self.layout == "per_document"
+        bounds = _bounds(columns, uncut, varlen, by_segments=by_document)
+        if by_document and bounds is not None:
+            found = [self._places(ends) for ends in bounds]
         else:
-            chunks = self._chunks(length)
-            parts = {n: _joined(values, chunks, rooms) for n, values in uncut.items()}
-            if bounds is not None:
-                added["cu_seqlens"] = [_inside(ends, chunks) for ends in bounds]
+            self._check_length(length)
+            found = [self._places(np.array([0, length]))] * rows
+        width = round_up(max(map(len, found), default=0) * self.size, lcm(multiple, self.multiple())) // self.size
+        places = np.full((rows, width), -1, np.int64)
+        for row, each in enumerate(found):
+            places[row, : len(each)] = np.where(each < 0, -1, each + row * length)
+        missing = places < 0
         out = {name: column for name, column in columns.items() if name not in BOUNDS or bounds is None}
-        out |= parts
+        for name, values in uncut.items():
+            out[name] = part = room((width,) if varlen else (rows, width), values.dtype, allocate)
+            np.take(values.reshape(-1), places, out=part.reshape(rows, width), mode="clip")
+            if missing.any():
+                part.reshape(rows, width)[missing] = pad_for(name, values.dtype, pads or {})
         if bounds is None:
             return out
-        added["cu_seqlens_global"] = bounds
-        for name, each in added.items():
-            ends = [row.astype(np.int32) for row in each]
-            out[name] = ends[0] if varlen else stacked(ends)
+        added = {"cu_seqlens_global": bounds}
+        if by_document:
+            sizes = (round_up(np.diff(ends), self.multiple()) for ends in bounds)
+            added["cu_seqlens_padded"] = [np.append(0, np.cumsum(each)) for each in sizes]
+            added["cu_seqlens"] = [ends // self.size for ends in added["cu_seqlens_padded"]]
+        else:
+            added["cu_seqlens"] = [np.searchsorted(each, ends) for each, ends in zip(found, bounds, strict=True)]
+        for name, rows_bounds in added.items():
+            small = [ends.astype(np.int32) for ends in rows_bounds]
+            out[name] = small[0] if varlen else stacked(small)
         if "max_seqlen" in columns:
             out["max_seqlen"] = _longest(added["cu_seqlens"])
             out["max_seqlen_global"] = _longest(added.get("cu_seqlens_padded", bounds))
         return out
 
-    def _chunks(self, length: int) -> list[tuple[int, int]]:
-        """Return the parts of a sequence that this rank has, in ascending order."""
+    def _check_length(self, length: int) -> None:
         if length % self.multiple():
             raise ValueError(
                 f"context parallelism over {self.size} ranks with the layout {self.layout!r} needs sequences of a "
                 f"multiple of {self.multiple()} tokens, got {length}. Pack or pad them to such a length."
             )
-        step = length // self.multiple()
-        if self.layout == "contiguous":
-            return [(self.rank * step, (self.rank + 1) * step)]
-        tail = 2 * self.size - 1 - self.rank
-        return [(self.rank * step, (self.rank + 1) * step), (tail * step, (tail + 1) * step)]
 
-    def _document_places(
-        self, bounds: list[Int64Array], length: int, multiple: int
-    ) -> tuple[Int64Array, list[Int64Array]]:
-        """Return the places of this rank's tokens in the flat arrays, -1 for padding, and the bounds with padding."""
-        rounded = [round_up(np.diff(ends), 2 * self.size) for ends in bounds]
-        padded = [np.append(0, np.cumsum(sizes)) for sizes in rounded]
-        width = round_up(max((int(ends[-1]) for ends in padded), default=0), multiple) // self.size
-        places = np.full((len(bounds), width), -1, np.int64)
-        for row, (ends, sizes) in enumerate(zip(bounds, rounded, strict=True)):
-            steps = sizes // (2 * self.size)
-            local, document = _numbered(2 * steps)
-            step = steps[document]
-            in_tail = local >= step
-            position = np.where(in_tail, 2 * self.size - 2 - self.rank, self.rank) * step + local
-            found = row * length + ends[document] + position
-            places[row, : len(found)] = np.where(position < np.diff(ends)[document], found, -1)
-        return places, padded
+    def _places(self, bounds: Int64Array) -> Int64Array:
+        """Return the tokens of a sequence that this rank has, with -1 for padding, in ascending order.
+
+        ``bounds``: of its documents, each of which is cut into equal chunks. This rank has one or two of them.
+        """
+        sizes = np.diff(bounds)
+        steps = -(-sizes // self.multiple())
+        counts = steps if self.layout == "contiguous" else 2 * steps
+        document = np.repeat(np.arange(len(counts)), counts)
+        local = np.arange(len(document)) - np.repeat(np.cumsum(counts) - counts, counts)
+        step = steps[document]
+        position = local + step * np.where(local < step, self.rank, 2 * self.size - 2 - self.rank)
+        return np.where(position < sizes[document], bounds[document] + position, -1)
 
 
 def whole(
@@ -204,33 +192,31 @@ def whole(
       is kept.
     - ``pad``: value for tokens that are in no part.
     """
-    if layout not in CP_LAYOUTS:
-        raise ValueError(f"cp_layout must be one of {', '.join(map(repr, CP_LAYOUTS))}, got {layout!r}")
-    size, varlen = len(parts), columns["position_ids"].ndim == 1
-    axis = 0 if varlen else 1
-    local = int(parts[0].shape[axis])
+    slices = [ContextSlice(rank, len(parts), layout) for rank in range(len(parts))]
+    varlen = columns["position_ids"].ndim == 1
     if any(tuple(part.shape) != tuple(parts[0].shape) for part in parts):
         raise ValueError(f"the parts must have one shape, got {[tuple(part.shape) for part in parts]}")
+    tables = [part[None] if varlen else part for part in parts]
+    rows, local, *rest = tables[0].shape
     if layout == "per_document" and "cu_seqlens_padded" in columns:
-        bounds, padded = ([_numpy(columns[n])] if varlen else list(map(_numpy, columns[n])) for n in BOUNDS[1:3])
-        found = [_joined_places(*ends, size, local) for ends in zip(bounds, padded, strict=True)]
+        given = columns["cu_seqlens_global"]
+        bounds = [np.asarray(ends.cpu() if hasattr(ends, "cpu") else ends) for ends in ([given] if varlen else given)]
     else:
-        found = [_joined_chunks(size, local, layout)] * (1 if varlen else int(parts[0].shape[0]))
-    length = max(map(len, found), default=0) if length is None else length
-    places = np.full((len(found), length), -1, np.int64)
-    for row, each in zip(places, found, strict=True):
-        row[: len(each)] = each[:length]
+        bounds = [np.array([0, local * len(parts)])] * rows
+    length = max((int(ends[-1]) for ends in bounds), default=0) if length is None else length
     torch = loaded("torch")
-    numbers = np.arange(len(found))[:, None]
-    missing = places < 0
-    if torch is not None and isinstance(parts[0], torch.Tensor):
-        joined: Any = torch.cat(list(parts), dim=axis)
-        places, numbers, missing = (torch.from_numpy(each).to(joined.device) for each in (places, numbers, missing))
-    else:
-        joined = np.concatenate([np.asarray(part) for part in parts], axis=axis)
-    out = joined[places[0]] if varlen else joined[numbers, places]
-    out[missing[0] if varlen else missing] = pad
-    return out
+    is_tensor = torch is not None and isinstance(parts[0], torch.Tensor)
+    shape = (rows, length, *rest)
+    out = parts[0].new_full(shape, pad) if is_tensor else np.full(shape, pad, parts[0].dtype)
+    for own, table in zip(slices, tables, strict=True):
+        for row, ends in enumerate(bounds):
+            places = own._places(ends)
+            kept = np.flatnonzero((places >= 0) & (places < length))
+            targets = places[kept]
+            if is_tensor:
+                kept, targets = torch.from_numpy(kept), torch.from_numpy(targets)
+            out[row, targets] = table[row, kept]
+    return out[0] if varlen else out
 
 
 def shifted(labels: Values, segments: Values | None, ignored: int | float = IGNORED) -> Values:
@@ -294,54 +280,5 @@ def _bounds(
     return found
 
 
-def _inside(ends: Int64Array, chunks: list[tuple[int, int]]) -> Int64Array:
-    """Return bounds in the whole sequence as bounds in its chunks one after the other."""
-    return sum((np.clip(ends, start, stop) - start for start, stop in chunks), np.zeros(len(ends), np.int64))
-
-
 def _longest(bounds: list[Int64Array]) -> int:
     return max((int(np.diff(ends).max()) for ends in bounds if len(ends) > 1), default=0)
-
-
-def _joined(values: Values, chunks: list[tuple[int, int]], rooms: Rooms) -> Values:
-    """Return the chunks of every row one after the other."""
-    out, table = rooms(len(values), sum(stop - start for start, stop in chunks), values.dtype)
-    np.concatenate([values[:, start:stop] for start, stop in chunks], axis=1, out=table)
-    return out
-
-
-def _gathered(values: Values, places: Int64Array, pad: int | float, rooms: Rooms) -> Values:
-    """Return the values at these places, and padding where a place is negative."""
-    out, table = rooms(places.shape[0], places.shape[1], values.dtype)
-    np.take(values.reshape(-1), places, out=table, mode="clip")
-    table[places < 0] = pad
-    return out
-
-
-def _numbered(sizes: Int64Array) -> tuple[Int64Array, Int64Array]:
-    """Return for each item of groups of these sizes its place in its group, and its group."""
-    groups = np.repeat(np.arange(len(sizes)), sizes)
-    return np.arange(len(groups)) - np.repeat(np.cumsum(sizes) - sizes, sizes), groups
-
-
-def _joined_chunks(size: int, local: int, layout: str) -> Int64Array:
-    """Return the places of a sequence's tokens in the parts of all ranks one after the other."""
-    if layout == "contiguous":
-        return np.arange(size * local)
-    halves = np.arange(size * local).reshape(size, 2, local // 2)
-    return np.concatenate([halves[:, 0], halves[::-1, 1]]).reshape(-1)
-
-
-def _joined_places(bounds: Int64Array, padded: Int64Array, size: int, local: int) -> Int64Array:
-    """Return the places of the tokens of documents in the parts of all ranks one after the other."""
-    position, document = _numbered(np.diff(bounds))
-    step = (np.diff(padded) // (2 * size))[document]
-    chunk, inside = position // step, position % step
-    in_tail = chunk >= size
-    rank = np.where(in_tail, 2 * size - 1 - chunk, chunk)
-    places: Int64Array = rank * local + padded[document] // size + in_tail * step + inside
-    return places
-
-
-def _numpy(ends: Any) -> Int64Array:
-    return np.asarray(ends.cpu() if hasattr(ends, "cpu") else ends, np.int64)
