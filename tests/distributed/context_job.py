@@ -80,7 +80,7 @@ def cut(kind: str, context: ContextSlice | None) -> dict[str, Any]:
         columns = Layout(kind, "input_ids", pads=(("input_ids", PAD),), context=context).arrange(batch)
     else:
         spec = PackSpec(32, pad=PAD, extra={"labels": -100}, strategy="best_fit", cu_seqlens=True)
-        sequences = best_fit(Documents.of(batch.columns, spec), spec)[0]
+        sequences = best_fit(Documents.of(batch.columns, spec, batch.rows), spec)[0]
         count = len(sequences["input_ids"])
         shown: Any = present(Batch(sequences, np.arange(count), np.arange(count), owned=True), "torch")
         columns = shown if context is None else context.cut(shown, pads={"input_ids": PAD})

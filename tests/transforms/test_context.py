@@ -41,7 +41,9 @@ def documents_of(sizes: list[int]) -> dict[str, Any]:
 def packed(sizes: list[int], length: int, cu_seqlens: bool) -> dict[str, Any]:
     """The documents in sequences of one length, as a loader presents them."""
     spec = PackSpec(length, pad=PAD, extra={"labels": -100}, cu_seqlens=cu_seqlens)
-    columns = concatenated([Documents.of(documents_of(sizes), spec)], spec, -(-sum(sizes) // length), length)
+    columns = concatenated(
+        [Documents.of(documents_of(sizes), spec, np.arange(len(sizes)))], spec, -(-sum(sizes) // length), length
+    )
     shown: Any = present(batch_of(columns), "torch")
     return shown  # type: ignore[no-any-return]
 

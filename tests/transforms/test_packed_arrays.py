@@ -86,7 +86,11 @@ def test_packed_columns(data: st.DataObject, dtype: str, strategy: str) -> None:
         with pytest.MonkeyPatch.context() as monkeypatch:
             native.use(monkeypatch, by_kernel)
             parts = [
-                Documents.of({n: pa.array(rows[a:b], pa.list_(kinds[n])) for n, rows in documents.items()}, spec)
+                Documents.of(
+                    {n: pa.array(rows[a:b], pa.list_(kinds[n])) for n, rows in documents.items()},
+                    spec,
+                    np.arange(b - a),
+                )
                 for a, b in ((0, split), (split, len(sizes)))
                 if b > a
             ]
@@ -127,7 +131,7 @@ def expected_after(documents: dict[str, list[list[Any]]], spec: PackSpec, skip: 
 def test_the_rest_of_documents_has_all_tokens_that_were_not_dropped(eos: int | None) -> None:
     column = pa.array([[1, 2, 3], [], [4], [5, 6]], pa.list_(pa.int32()))
     spec = PackSpec(4, "tokens", eos=eos)
-    documents = Documents.of({"tokens": column}, spec)
+    documents = Documents.of({"tokens": column}, spec, np.arange(len(column)))
     whole = np.zeros(documents.tokens, np.int32)
     documents.copy("tokens", whole)
     for tokens in range(documents.tokens):

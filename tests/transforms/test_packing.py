@@ -224,3 +224,12 @@ def test_types_that_differ_within_a_chunk_are_refused(numbers: Numbers) -> None:
 
     with pytest.raises(ColumnError, match="comes as int32 and as int64"):
         list(numbers(0, 32).map(typed).pack(4))
+
+
+def test_a_given_type_changes_no_large_value(numbers: Numbers) -> None:
+    """Together, int64 and uint64 would be floats."""
+
+    def typed(row: dict[str, Any]) -> dict[str, Any]:
+        return {"input_ids": np.array([2**62 + 1 if row["n"] == 0 else 5], np.int64 if row["n"] == 0 else np.uint64)}
+
+    assert [row["input_ids"] for row in numbers(0, 2).map(typed).pack(2, dtype="int64")] == [[2**62 + 1, 5]]

@@ -373,7 +373,7 @@ def _shuffled(batch: Batch, seed: int, epoch: int) -> Batch:
 
 
 def _packed(batch: Batch, spec: PackSpec, packing: Packing) -> Batch:
-    columns, first, tokens, pieces = best_fit(Documents.of(batch.columns, spec), spec)
+    columns, first, tokens, pieces = best_fit(Documents.of(batch.columns, spec, batch.rows), spec)
     packing.note(tokens, len(first) * spec.length)
     ordinals = np.arange(len(first), dtype=np.int64)
     table = DocumentTable.of(len(first), pieces, batch.rows, batch.leaves) if packing.traced else None
@@ -444,7 +444,7 @@ class Packed:
         if first == stop:
             return
         batch = materialize(chunk.items.slice(first, stop))
-        documents = Documents.of(batch.columns, self._spec)
+        documents = Documents.of(batch.columns, self._spec, batch.rows)
         if self._skip:
             documents, self._skip = documents.cut_first(self._skip), 0
         for pending in self._pending:

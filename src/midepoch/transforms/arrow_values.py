@@ -43,11 +43,11 @@ def to_python(column: pa.Array) -> list[Any]:
     kind = column.type
     if isinstance(kind, pa.BaseExtensionType) and not isinstance(kind, pa.UuidType):
         return to_python(plain_array(column))
-    if _is_number(kind) and not column.null_count:
+    if is_number(kind) and not column.null_count:
         return _view(column).tolist()  # type: ignore[no-any-return]
-    if _is_list(kind) and not column.null_count:
-        flat = _items(column)
-        if _is_number(flat.type) and not flat.null_count:
+    if is_list(kind) and not column.null_count:
+        flat = items(column)
+        if is_number(flat.type) and not flat.null_count:
             if pt.is_fixed_size_list(kind):
                 return _view(flat).reshape(len(column), kind.list_size).tolist()  # type: ignore[no-any-return]
             values, ends = _view(flat).tolist(), _ends(column).tolist()
@@ -67,12 +67,12 @@ def to_numpy(column: pa.Array, nullable: Paths, *, owned: bool, times: bool = Tr
     if isinstance(kind, pa.BaseExtensionType) and not isinstance(kind, pa.UuidType):
         paths = _inside(nullable, len(kind.shape)) if isinstance(kind, pa.FixedShapeTensorType) else nullable
         return to_numpy(plain_array(column), paths, owned=owned, times=times)
-    if not nullable and pt.is_fixed_size_list(kind) and _is_number(kind.value_type):  # fast path for the common case
-        values = _items(column)
+    if not nullable and pt.is_fixed_size_list(kind) and is_number(kind.value_type):  # fast path for the common case
+        values = items(column)
         if not column.null_count and not values.null_count:
             view = _view(values).reshape(len(column), kind.list_size)
             return view if owned and view.flags.writeable else view.copy()
-    if _is_number(kind) or pt.is_boolean(kind):
+    if is_number(kind) or pt.is_boolean(kind):
         if () in nullable or column.null_count:
             return _with_nan(column)
         if pt.is_boolean(kind):
@@ -85,7 +85,7 @@ def to_numpy(column: pa.Array, nullable: Paths, *, owned: bool, times: bool = Tr
         children = [kind.field(i).name for i in range(kind.num_fields)]
         inner = [(name, column.field(i), _below(nullable, name)) for i, name in enumerate(children)]
         return {name: to_numpy(child, paths, owned=owned, times=times) for name, child, paths in inner}
-    if _is_list(kind) and _is_array(kind.value_type):
+    if is_list(kind) and _is_array(kind.value_type):
         return _lists(column, nullable, owned)
     return to_python(column)
 
@@ -112,7 +112,7 @@ def plain_type(kind: pa.DataType) -> pa.DataType:
 
 def _nested(column: pa.Array) -> pa.Array:
     """Return tensors of one shape as lists of lists, with the dimensions in the order of their type."""
-    kind, storage, values = column.type, column.storage, _items(column.storage)
+    kind, storage, values = column.type, column.storage, items(column.storage)
     shape = list(kind.shape)
     if kind.permutation:
         places = np.arange(len(values)).reshape(len(column), *shape)
@@ -137,14 +137,16 @@ def _below(nullable: Paths, name: str) -> Paths:
 
 def _is_array(kind: pa.DataType) -> bool:
     """Return True for numbers and booleans, and for lists of them at any depth."""
-    return _is_array(kind.value_type) if _is_list(kind) else _is_number(kind) or bool(pt.is_boolean(kind))
+    return _is_array(kind.value_type) if is_list(kind) else is_number(kind) or bool(pt.is_boolean(kind))
 
 
-def _is_number(kind: pa.DataType) -> bool:
+def is_number(kind: pa.DataType) -> bool:
+    """Return True for integers and floats."""
     return bool(pt.is_integer(kind) or pt.is_floating(kind))
 
 
-def _is_list(kind: pa.DataType) -> bool:
+def is_list(kind: pa.DataType) -> bool:
+    """Return True for lists of any kind of offsets, and of a fixed size."""
     return bool(pt.is_list(kind) or pt.is_large_list(kind) or pt.is_fixed_size_list(kind))
 
 
@@ -152,7 +154,7 @@ def flat_numbers(column: pa.Array) -> Any:
     """Return the values of a column without nulls. Arrow's own ``to_numpy`` imports pandas, which takes 0.2 s."""
     if pt.is_boolean(column.type):
         return _bits(column.buffers()[1], column).astype(bool) if len(column) else np.empty(0, bool)
-    return _view(column) if _is_number(column.type) else column.to_numpy(zero_copy_only=False)
+    return _view(column) if is_number(column.type) else column.to_numpy(zero_copy_only=False)
 
 
 def _view(column: pa.Array) -> Any:
@@ -204,7 +206,7 @@ def _times(column: pa.Array, unit: str) -> Any:
     return out
 
 
-def _items(column: pa.Array) -> pa.Array:
+def items(column: pa.Array) -> pa.Array:
     """Return the concatenated values of the lists, like ``flatten``, but 10 times faster for a small column."""
     if pt.is_fixed_size_list(column.type):
         size = column.type.list_size
@@ -225,7 +227,7 @@ def _lists(column: pa.Array, nullable: Paths, owned: bool) -> Any:
     if () in nullable or column.null_count:
         rows = [_row(to_numpy(each.values, inner, owned=False)) if each.is_valid else None for each in column]
         return stacked(rows)
-    values = to_numpy(_items(column), inner, owned=owned)
+    values = to_numpy(items(column), inner, owned=owned)
     if pt.is_fixed_size_list(kind):
         if not isinstance(values, list):
             return values.reshape(len(column), kind.list_size, *values.shape[1:])

@@ -13,7 +13,6 @@ from functools import cache, cached_property, partial
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 
 from midepoch._internal.recycled import empty
@@ -21,16 +20,16 @@ from midepoch._native import best_fit as fitted
 from midepoch._native import copy_ranges, fill_ranges, number_concatenated, number_ranges
 from midepoch.errors import ColumnError, MapError
 from midepoch.order.schedule import Schedule
-from midepoch.transforms.arrow_values import flat_numbers
 from midepoch.transforms.batch import check_columns
+from midepoch.transforms.lists import Int64Array, NumberLists, Values, of_two_types
 from midepoch.transforms.provenance import Pieces, sorted_pieces
-
-Int64Array = npt.NDArray[np.int64]
-Values = npt.NDArray[Any]
 
 STRATEGIES = ("concat", "best_fit")
 LABELS, IGNORED = "labels", -100
 """The column for the loss, and the value that torch's cross entropy and the models of transformers leave out."""
+
+
+_ADVICE = "Map it to one type, or pass pack(…, dtype=…)."
 
 
 @dataclass(frozen=True)
@@ -97,18 +96,23 @@ class Documents:
         return int(self.lengths.sum())
 
     @staticmethod
-    def of(columns: Mapping[str, Any], spec: PackSpec) -> Documents:
+    def of(columns: Mapping[str, Any], spec: PackSpec, rows: Int64Array) -> Documents:
         """Return the documents of a batch, one per row. Null and empty documents have no tokens."""
         check_columns(list(spec.pads), list(columns), "pack")
-        found = {name: _tokens(name, columns[name], spec.dtype if name == spec.column else None) for name in spec.pads}
-        lengths = found[spec.column][0]
-        for name, (_, tokens) in found.items():
+        found = {}
+        for name, pad in spec.pads.items():
+            lists = NumberLists.of(name, columns[name], rows, _ADVICE, spec.dtype if name == spec.column else None)
+            if lists is None:
+                kind = getattr(columns[name], "type", "of other values")
+                raise ColumnError(f"pack: column {name!r} is {kind}, not lists of numbers.")
             masked = [IGNORED] if spec.mask_first and name == LABELS else []
-            _check_fits(name, tokens, [spec.pads[name], *([spec.eos] if name == spec.column else masked)])
-        for name, (other, _) in found.items():
-            if other is not lengths and not np.array_equal(other, lengths):
+            _check_fits(name, lists.values, [pad, *([spec.eos] if name == spec.column else masked)])
+            found[name] = lists
+        lengths = found[spec.column].lengths
+        for name, lists in found.items():
+            if not np.array_equal(lists.lengths, lengths):
                 raise MapError(f"pack: columns {spec.column!r} and {name!r} are not equally long in every row.")
-        values = {name: tokens for name, (_, tokens) in found.items()}
+        values = {name: lists.values for name, lists in found.items()}
         if spec.eos is None:
             return Documents(lengths, values)
         return Documents(lengths + (lengths > 0), values, {spec.column: spec.eos, **spec.extra})
@@ -118,7 +122,7 @@ class Documents:
         if self.tokens and other.tokens:
             for name, values in self.values.items():
                 if values.dtype != other.values[name].dtype:  # the result would depend on where reading began
-                    raise _of_two_types(name, str(values.dtype), str(other.values[name].dtype))
+                    raise of_two_types(name, str(values.dtype), str(other.values[name].dtype), _ADVICE)
 
     def cut_first(self, tokens: int) -> Documents:
         """Return the documents without the first tokens of the first document, which may become empty."""
@@ -155,60 +159,12 @@ class Documents:
         out[stops[(lengths > 0) & (stops <= total)] - 1] = self.ends[name]
 
 
-def _of_two_types(name: str, first: str, second: str) -> ColumnError:
-    return ColumnError(
-        f"pack: column {name!r} comes as {first} and as {second}. Map it to one type, or pass pack(…, dtype=…)."
-    )
-
-
 def _check_fits(name: str, values: Values, numbers: list[int | None]) -> None:
     if values.dtype.kind in "iu" and len(values):
         limits = np.iinfo(values.dtype)
         for number in numbers:
             if number is not None and not limits.min <= number <= limits.max:
                 raise ColumnError(f"pack: {number} does not fit into column {name!r}, which is {values.dtype}.")
-
-
-def _tokens(name: str, column: Any, dtype: str | None) -> tuple[Int64Array, Values]:
-    """Return the lengths of a column of lists of numbers, and all the numbers."""
-    if isinstance(column, pa.Array):
-        lengths, tokens = _arrow_tokens(name, column)
-        return lengths, tokens if dtype is None else tokens.astype(dtype, copy=False)
-    if isinstance(column, np.ndarray) and column.ndim == 2:
-        flat = column.reshape(-1)
-        return np.full(len(column), column.shape[1], dtype=np.int64), flat if dtype is None else flat.astype(dtype)
-    try:
-        parts = [np.zeros(0, np.int64) if value is None else np.asarray(value) for value in column]
-        parts = parts if dtype is None else [part.astype(dtype, copy=False) for part in parts]
-    except (TypeError, ValueError) as problem:
-        raise MapError(f"pack: column {name!r} cannot be packed: {problem}") from None
-    if any(part.ndim != 1 or (len(part) and part.dtype.kind not in "biuf") for part in parts):
-        raise ColumnError(f"pack: column {name!r} does not contain lists of numbers.")
-    full = [part for part in parts if len(part)]
-    kinds = sorted({str(part.dtype) for part in full})
-    if len(kinds) > 1:
-        raise _of_two_types(name, *kinds[:2])
-    lengths = np.array([len(part) for part in parts], dtype=np.int64)
-    return lengths, np.concatenate(full) if full else np.zeros(0, np.int64)
-
-
-def _arrow_tokens(name: str, column: pa.Array) -> tuple[Int64Array, Values]:
-    kind = column.type
-    if pa.types.is_fixed_size_list(kind):
-        column, kind = column.cast(pa.list_(kind.value_type)), pa.list_(kind.value_type)
-    plain = (pa.types.is_list(kind) or pa.types.is_large_list(kind)) and pa.types.is_primitive(kind.value_type)
-    if not plain:
-        raise ColumnError(f"pack: column {name!r} is {kind}, not lists of numbers.")
-    offsets = flat_numbers(column.offsets).astype(np.int64)
-    values = column.values.slice(int(offsets[0]), int(offsets[-1] - offsets[0]))
-    if values.null_count:
-        raise MapError(f"pack: column {name!r} has nulls among its tokens.")
-    tokens = flat_numbers(values)
-    lengths = offsets[1:] - offsets[:-1]
-    if not column.null_count:
-        return lengths, tokens
-    null = flat_numbers(column.is_null())
-    return np.where(null, 0, lengths), tokens[np.repeat(~null, lengths)]
 
 
 def concatenated(parts: Sequence[Documents], spec: PackSpec, packs: int, length: int) -> dict[str, Any]:
