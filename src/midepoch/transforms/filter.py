@@ -31,8 +31,6 @@ class FilterRows(Function):
     kind: ClassVar[str] = "filter"
 
     def apply(self, batch: Batch, run: RunContext) -> Batch:
-        if not len(batch):
-            return batch
         given = self.given(batch)
         kept = self.seeded(given, run, lambda run: (self._groups if self.batched else self._rows)(given, run))
         return batch if len(kept) == len(batch) else batch.keep(np.array(kept, dtype=np.int64))
@@ -55,24 +53,14 @@ class FilterRows(Function):
     def checked(self, result: Any) -> bool:
         return bool(result)
 
-    def _groups(self, given: Batch, run: RunContext) -> list[int]:
-        size = self.batch_size or len(given)
-        kept: list[int] = []
-        for start in range(0, len(given), size):
-            kept += (start + i for i in self._group(given.slice(start, start + size), run))
-        return kept
+    def checked_group(self, result: Any, rows: int) -> Any:
+        if not hasattr(result, "__len__") or len(result) != rows:
+            raise MapError(f"a batched filter must return {rows} booleans, got {result!r:.60}")
+        return result
 
-    def _group(self, group: Batch, run: RunContext) -> list[int]:
-        try:
-            result = self.on_group(group, run)
-            if not hasattr(result, "__len__") or len(result) != len(group):
-                raise MapError(f"a batched filter must return {len(group)} booleans, got {result!r:.60}")
-            return [i for i, kept in enumerate(result) if kept]
-        except Exception as problem:
-            if self.on_error == "raise" or len(group) == 1:
-                self.failed(problem, run, group.rows.tolist())
-                return []
-            return [i for i in range(len(group)) if self._group(group.slice(i, i + 1), run)]
+    def _groups(self, given: Batch, run: RunContext) -> list[int]:
+        results = self.on_groups(given, run)
+        return [start + i for start, _, result in results for i, kept in enumerate(result) if kept]
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,7 +71,7 @@ class FilterExpression:
     on_error: str = "raise"
 
     def apply(self, batch: Batch, run: RunContext) -> Batch:  # noqa: ARG002
-        return self.apply_to([batch], self.mask([batch])) if len(batch) else batch
+        return self.apply_to([batch], self.mask([batch]))
 
     def mask(self, batches: Sequence[Batch]) -> npt.NDArray[np.bool_]:
         """Return the mask of the rows of several batches for which it is true, from one evaluation."""

@@ -23,8 +23,6 @@ class FlatMap(Function):
     kind: ClassVar[str] = "flat_map"
 
     def apply(self, batch: Batch, run: RunContext) -> Batch:
-        if not len(batch):
-            return batch
         rows: list[Mapping[str, Any]] = []
         parents: list[int] = []
         given = self.given(batch)
@@ -63,8 +61,6 @@ class Unbatch:
     given: bool = True
 
     def apply(self, batch: Batch, run: RunContext) -> Batch:  # noqa: ARG002
-        if not len(batch):
-            return batch
         names = self.names
         check_columns(names, list(batch.columns), "unbatch")
         found = {name: _flat(name, _plain(batch.columns[name])) for name in names}

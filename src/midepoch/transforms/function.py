@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, TypeVar
 
@@ -19,8 +19,6 @@ from midepoch.transforms.generators import Generators, Seeds, torch_generator
 
 T = TypeVar("T")
 _log = logging.getLogger("midepoch")
-
-
 _MANY = 16
 """Rows from which all keys are computed in one call."""
 
@@ -105,21 +103,24 @@ class Function:
             repeatable=self.on_error != "skip" and can_repeat(given),  # skipped rows are counted once
         )
 
-    def on_rows(self, given: Batch, run: RunContext, take: Callable[[Any], Any] | None = None) -> list[tuple[int, Any]]:
+    def on_rows(
+        self, given: Batch, run: RunContext, take: Callable[[Any], Any] | None = None, rows: list[Any] | None = None
+    ) -> list[tuple[int, Any]]:
         """Return (place, result) of every row, without those that fail if failures are skipped.
 
         ``take`` gets every result immediately, and returns what is left of it; None if it has nothing to take.
+        ``rows``: the argument for each row; default: the row in the format of the function.
         """
-        rows = present_rows(self.fresh(given), self.input_format)
+        rows = present_rows(self.fresh(given), self.input_format) if rows is None else rows
         results: list[tuple[int, Any]] = []
         seeds = [] if run.seeds is None else run.seeds.of(given.rows, given.ordinals)
-        keys = self._keys(run, given.rows) if self.with_generator else []
+        generators = list(self._generators(given, run)) if self.with_generator else []
         for i, row in enumerate(rows):
             number = int(given.rows[i])
             try:
                 args = [row] if self.input_columns is None else [row[name] for name in self.input_columns]
                 args += [number] if self.with_indices else []
-                args += [self._generator(run, given, i, keys[i])] if self.with_generator else []
+                args += [generators[i]] if self.with_generator else []
                 if run.seeds is not None:
                     run.seeds.set(seeds[i])
                 result = self.checked(self.function(*args, **self.fn_kwargs))
@@ -135,14 +136,31 @@ class Function:
             results.append((i, result))
         return results
 
-    def on_group(self, group: Batch, run: RunContext) -> Any:
-        """Return the result of one call for all rows. Errors of the function are raised."""
+    def on_groups(self, given: Batch, run: RunContext) -> list[tuple[int, int, Any]]:
+        """Return (start, stop, result) of every group of ``batch_size`` rows.
+
+        If failures are skipped, the function is called for each row alone of a group that fails.
+        """
+        size = self.batch_size or len(given)
+        starts = range(0, len(given), size)
+        return [each for start in starts for each in self._on_group(given.slice(start, start + size), start, run)]
+
+    def _on_group(self, group: Batch, start: int, run: RunContext) -> list[tuple[int, int, Any]]:
+        try:
+            return [(start, start + len(group), self.checked_group(self._call(group, run), len(group)))]
+        except Exception as problem:
+            if self.on_error == "raise" or len(group) == 1:
+                self.failed(problem, run, group.rows.tolist())
+                return []
+        alone = (self._on_group(group.slice(i, i + 1), start + i, run) for i in range(len(group)))
+        return [each for results in alone for each in results]
+
+    def _call(self, group: Batch, run: RunContext) -> Any:
+        """Return the result of one call for all rows."""
         presented = finish(present(self.fresh(group), self.input_format), self.input_format)
         args = [presented] if self.input_columns is None else [presented[name] for name in self.input_columns]
-        args += [[int(number) for number in group.rows]] if self.with_indices else []
-        if self.with_generator:
-            keys = self._keys(run, group.rows)
-            args.append([self._generator(run, group, i, key) for i, key in enumerate(keys)])
+        args += [group.rows.tolist()] if self.with_indices else []
+        args += [list(self._generators(group, run))] if self.with_generator else []
         if run.seeds is not None:
             first = group.slice(0, 1)
             run.seeds.set(run.seeds.of(first.rows, first.ordinals)[0])
@@ -152,35 +170,40 @@ class Function:
         """Return the result of the function for a row. Raise MapError if it is not usable."""
         return result
 
-    def _keys(self, run: RunContext, rows: npt.NDArray[np.int64]) -> Any:
-        """Return the key of the generator of each row."""
-        first = self.number << 48
-        if len(rows) < _MANY:
-            return [derive(run.seed, run.epoch, "map", first + int(row), words=2) for row in rows]
-        return derive_many(run.seed, run.epoch, "map", rows.astype(np.uint64) + np.uint64(first))
+    def checked_group(self, result: Any, rows: int) -> Any:  # noqa: ARG002
+        """Return the result of the function for a group of rows. Raise MapError if it is not usable."""
+        return result
 
-    def _generator(self, run: RunContext, batch: Batch, i: int, key: Any) -> Any:
-        ordinal = 0 if batch.ordinals is None else int(batch.ordinals[i])
-        # Rows that were made of one row draw from one sequence, 2**192 numbers apart; parts of a combination, 2**128.
-        counter = ((ordinal & (2**64 - 1)) << 192) + (run.path << 128)
-        philox = np.random.Philox(key=key, counter=counter)
-        return torch_generator(philox) if self.with_generator == "torch" else np.random.Generator(philox)
+    def _generators(self, batch: Batch, run: RunContext) -> Iterator[Any]:
+        """Yield the generator of each row."""
+        indices = batch.rows.astype(np.uint64) + np.uint64(self.number << 48)
+        if len(indices) < _MANY:
+            keys: Any = [derive(run.seed, run.epoch, "map", int(index), words=2) for index in indices]
+        else:
+            keys = derive_many(run.seed, run.epoch, "map", indices)
+        for i, key in enumerate(keys):
+            ordinal = 0 if batch.ordinals is None else int(batch.ordinals[i])
+            # Rows that were made of one row draw from one sequence, 2**192 numbers apart; parts of a mix, 2**128.
+            counter = ((ordinal & (2**64 - 1)) << 192) + (run.path << 128)
+            philox = np.random.Philox(key=key, counter=counter)
+            yield torch_generator(philox) if self.with_generator == "torch" else np.random.Generator(philox)
 
     def failed(self, problem: Exception, run: RunContext, rows: list[int]) -> None:
-        failed(self.call, self.on_error, problem, run, rows)
+        """Count and log rows on which the function failed, or raise MapError, which names them."""
+        which = f"row {rows[0]}" if len(rows) == 1 else f"rows {rows[0]} … {rows[-1]} (a group of {len(rows)})"
+        where = f"{which} of the dataset ({run.place(rows[0])})"
+        failed(f"{self.call} failed on {where}", self.on_error, problem, run, len(rows))
 
 
-def failed(call: str, on_error: str, problem: Exception, run: RunContext, rows: list[int]) -> None:
-    """Count and log rows on which a step failed, if failures are skipped. Otherwise raise MapError, which names them.
+def failed(what: str, on_error: str, problem: Exception, run: RunContext, rows: int) -> None:
+    """Count and log rows on which a step failed, if failures are skipped. Otherwise raise MapError.
 
     Errors of midepoch other than MapError are raised unchanged.
     """
-    where = run.place(rows[0])
-    which = f"row {rows[0]}" if len(rows) == 1 else f"rows {rows[0]} … {rows[-1]} (a group of {len(rows)})"
-    text = f"{call} failed on {which} of the dataset ({where}): {type(problem).__name__}: {problem}"
+    text = f"{what}: {type(problem).__name__}: {problem}"
     if on_error == "skip" and is_damage(problem, of_row=True):
         _log.warning("skipped: %s", text)
-        run.skipped(len(rows))
+        run.skipped(rows)
         return
     if isinstance(problem, MidepochError) and not isinstance(problem, MapError):
         raise problem

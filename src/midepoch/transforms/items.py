@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+import numpy as np
+
 from midepoch.errors import MapError
-from midepoch.storage.damage import is_damage
 from midepoch.transforms.batch import Batch
 from midepoch.transforms.formats import ITEM
-from midepoch.transforms.function import RunContext
+from midepoch.transforms.function import RunContext, failed
 from midepoch.transforms.map import Map
 
-_log = logging.getLogger("midepoch")
 NAME_COLUMNS = "Name its parts when you open it: from_map_style(ds, columns=['x', 'y'])."
 
 
@@ -45,19 +45,14 @@ class Items:
 
     def __call__(self, number: int) -> tuple[Any, ...]:
         """Return the values of one row, in the order of ``outputs``."""
-        try:
-            return self._values(number, self.dataset[number])
-        except Exception as problem:
-            raise ItemError(f"{self.__name__}[{number}] failed: {type(problem).__name__}: {problem}") from problem
+        return self._values(number, self.dataset[number])
 
     def many(self, numbers: list[int]) -> list[tuple[Any, ...]]:
         """Return the values of several rows, by one call if possible."""
         dataset = self.dataset
         found = dataset.__getitems__(numbers) if self.gets_many else [dataset[number] for number in numbers]
-        if self.columns is None and len(found) == len(numbers):
-            return [(item,) for item in found]
         if len(found) != len(numbers):
-            raise ItemError(f"{self.__name__}.__getitems__ returned {len(found)} items for {len(numbers)} numbers")
+            raise MapError(f"{self.__name__}.__getitems__ returned {len(found)} items for {len(numbers)} numbers")
         return [self._values(number, item) for number, item in zip(numbers, found, strict=True)]
 
     def _values(self, number: int, item: Any) -> tuple[Any, ...]:
@@ -106,10 +101,6 @@ class OfItem:
         return {ITEM: {**item, **result} if merges else item if result is None else result}
 
 
-class ItemError(MapError):
-    """An item cannot be read. Its text names the number of the item."""
-
-
 @dataclass(frozen=True, eq=False)
 class ItemMap(Map):
     """The first step after a map-style dataset. Its function is an ``Items``.
@@ -125,30 +116,19 @@ class ItemMap(Map):
 
     def _rows(self, given: Batch, run: RunContext) -> tuple[list[int], dict[str, Any]]:
         numbers = run.source_rows(given.rows).tolist()
-        rows: list[tuple[Any, ...]] = []
-        kept: list[int] = []
+        found: list[tuple[int, Any]] | None = None
         if run.seeds is None and self.on_error == "raise":
-            try:
-                rows, kept = self.items.many(numbers), list(range(len(numbers)))
-            except Exception:  # one by one, which names the item
-                rows, kept = self._one_by_one(given, run, numbers)
-        else:
-            rows, kept = self._one_by_one(given, run, numbers)
-        columns = zip(*rows, strict=True) if rows else ([] for _ in self.items.outputs)
-        return kept, {name: list(column) for name, column in zip(self.items.outputs, columns, strict=True)}
+            with suppress(Exception):  # one by one then, which names the item
+                found = list(enumerate(self.items.many(numbers)))
+        if found is None:
+            found = self.on_rows(given, run, rows=numbers)
+        columns = zip(*(values for _, values in found), strict=True) if found else ([] for _ in self.items.outputs)
+        made = {name: list(column) for name, column in zip(self.items.outputs, columns, strict=True)}
+        return [i for i, _ in found], made
 
-    def _one_by_one(self, given: Batch, run: RunContext, numbers: list[int]) -> tuple[list[tuple[Any, ...]], list[int]]:
-        rows, kept = [], []
-        seeds = [] if run.seeds is None else run.seeds.of(given.rows, given.ordinals)
-        for i, number in enumerate(numbers):
-            if run.seeds is not None:
-                run.seeds.set(seeds[i])
-            try:
-                rows.append(self.items(number))
-                kept.append(i)
-            except ItemError as problem:
-                if self.on_error != "skip" or not is_damage(problem.__cause__ or problem, of_row=True):
-                    raise
-                _log.warning("skipped: %s", problem)
-                run.skipped(1)
-        return rows, kept
+    def checked(self, result: Any) -> Any:
+        return result
+
+    def failed(self, problem: Exception, run: RunContext, rows: list[int]) -> None:
+        number = run.source_rows(np.array(rows))[0]
+        failed(f"{self.name}[{number}] failed", self.on_error, problem, run, len(rows))

@@ -103,9 +103,6 @@ def _array(value: Any) -> Any:
         return None
 
 
-__all__ = ["Map", "RunContext"]
-
-
 class DifferentColumnsError(MapError):
     """A function returned different columns for different rows: no single row is the wrong one."""
 
@@ -132,15 +129,14 @@ class Map(Function):
 
     def apply(self, batch: Batch, run: RunContext) -> Batch:
         """Return the batch with the function's columns. Rows that fail are dropped if ``on_error`` is "skip"."""
-        if not len(batch):
-            return batch
         given = self.given(batch)
         check_columns(self.remove_columns, list(batch.columns), f"map({self.name}, remove_columns=…)")
-        if not self.one_to_one:
-            return self.seeded(given, run, lambda run: self._free(batch, given, run))
         kept, made = self.seeded(given, run, lambda run: (self._groups if self.batched else self._rows)(given, run))
+        places = np.array(kept, dtype=np.int64)
+        if not self.one_to_one:
+            return batch.made_of(dict(made), places)
         if len(kept) < len(batch):
-            batch = batch.keep(np.array(kept, dtype=np.int64))
+            batch = batch.keep(places)
         columns = {name: column for name, column in batch.columns.items() if name not in self.remove_columns}
         if isinstance(made, TableColumns):
             columns = {}
@@ -148,15 +144,31 @@ class Map(Function):
         return batch.with_columns({**columns, **made}, nullable)
 
     def _rows(self, given: Batch, run: RunContext) -> tuple[list[int], dict[str, Any]]:
+        """Return the places of the rows with results, and the columns of the results."""
         results: list[Mapping[str, Any]] = []
         kept: list[int] = []
         collected = None if run.collect is None else Collected(run.collect, len(given))
         for i, result in self.on_rows(given, run, None if collected is None else collected.take):
-            self._same_columns(result, results, int(given.rows[i]))
+            self._check_same(result, results, int(given.rows[i]))
             results.append(result)
             kept.append(i)
-        columns = {name: [result[name] for result in results] for name in _names(results)}
+        columns = {name: [result[name] for result in results] for name in (results[0] if results else ())}
         return kept, _like(results, columns | collected.columns() if collected else columns)
+
+    def _groups(self, given: Batch, run: RunContext) -> tuple[list[int], dict[str, Any]]:
+        """Return the same for groups of rows. If they are not one to one, new rows belong to the first of a group."""
+        parts: list[Mapping[str, Any]] = []
+        places: list[int] = []
+        if self.drop_last:
+            given = given.slice(0, len(given) - len(given) % (self.batch_size or len(given)))
+        for start, stop, result in self.on_groups(given, run):
+            count = stop - start if self.one_to_one else next(iter(_lengths(result).values()), 0)
+            if count:
+                self._check_same(result, parts, int(given.rows[start]))
+                parts.append(result)
+                places += range(start, stop) if self.one_to_one else [start] * count
+        columns = {name: join_columns(name, [part[name] for part in parts]) for name in (parts[0] if parts else ())}
+        return places, _like(parts, columns)
 
     def checked(self, result: Any) -> Mapping[str, Any]:
         if type(result) is dict:
@@ -171,75 +183,30 @@ class Map(Function):
             raise MapError(f"the function must return a dict of columns or None, it returned {type(result).__name__}")
         return result
 
-    def _same_columns(self, result: Mapping[str, Any], before: Sequence[Mapping[str, Any]], row: int) -> None:
+    def checked_group(self, result: Any, rows: int) -> Mapping[str, Any]:
+        columns = self.checked(result)
+        lengths = _lengths(columns)
+        if self.one_to_one and (wrong := [name for name, length in lengths.items() if length != rows]):
+            raise MapError(
+                f"column {wrong[0]!r} has {lengths[wrong[0]]} values for {rows} rows. Return one value for each row, "
+                "or pass map(…, batched=True, one_to_one=False) to return any number of rows"
+            )
+        if len(set(lengths.values())) > 1:
+            raise MapError(f"the returned columns have different lengths: {lengths}")
+        return columns
+
+    def _check_same(self, result: Mapping[str, Any], before: Sequence[Mapping[str, Any]], row: int) -> None:
         """Raise MapError if the columns differ from those before. Such rows are never skipped: which of the two is
         wrong would depend on their order.
         """
-        if not before or (type(result) is type(before[0]) is dict and result.keys() == before[0].keys()):
+        if not before or (type(result) is type(before[0]) and result.keys() == before[0].keys()):
             return
-        if before and result and before[0] and isinstance(result, TableColumns) != isinstance(before[0], TableColumns):
+        if result.keys() != before[0].keys() or (result and _is_table(result) != _is_table(before[0])):
             raise DifferentColumnsError(
-                f"map({self.name}) returned a table for some rows and a dict for others, as of row {row} of the "
-                "dataset. Return the same for every row"
+                f"map({self.name}) returned {_described(result)} for row {row} of the dataset but "
+                f"{_described(before[0])} for a row before. Return the same columns for every row, or leave rows out "
+                "with filter()"
             )
-        if before and result.keys() != before[0].keys():
-            if not result or not before[0]:
-                raise DifferentColumnsError(
-                    f"map({self.name}) returned None (no columns) for some rows and {sorted(result or before[0])} for "
-                    f"others, as of row {row} of the dataset. Leave rows out with filter() instead, or return the same "
-                    "columns for every row"
-                )
-            raise DifferentColumnsError(
-                f"map({self.name}) returned columns {sorted(result)} for row {row} of the dataset but "
-                f"{sorted(before[0])} for a row before. Return the same columns for every row"
-            )
-
-    def _groups(self, given: Batch, run: RunContext) -> tuple[list[int], dict[str, Any]]:
-        parts: list[Mapping[str, Any]] = []
-        kept: list[int] = []
-        for start, stop in self._bounds(given):
-            for a, b, result in self._group(given.slice(start, stop), run):
-                self._same_columns(result, parts, int(given.rows[start + a]))
-                parts.append(result)
-                kept += range(start + a, start + b)
-        made = {name: join_columns(name, [part[name] for part in parts]) for name in _names(parts)}
-        return kept, _like(parts, made)
-
-    def _bounds(self, given: Batch) -> list[tuple[int, int]]:
-        size = self.batch_size or len(given)
-        last = len(given) - len(given) % size if self.drop_last else len(given)
-        return [(start, min(start + size, last)) for start in range(0, last, size)]
-
-    def _group(self, group: Batch, run: RunContext) -> list[tuple[int, int, Mapping[str, Any]]]:
-        """Return (start, stop, result) of the group, or of each row alone if it fails and failures are skipped."""
-        try:
-            result = self.checked(self.on_group(group, run))
-            if self.one_to_one:
-                for name, column in result.items():
-                    _check_length(name, column, len(group))
-            else:
-                made_rows(result)
-            return [(0, len(group), result)]
-        except Exception as problem:
-            if self.on_error == "raise" or len(group) == 1:
-                self.failed(problem, run, group.rows.tolist())
-                return []
-            alone = [(i, part) for i in range(len(group)) for part in self._group(group.slice(i, i + 1), run)]
-            return [(i, i + 1, result) for i, (_, _, result) in alone]
-
-    def _free(self, batch: Batch, given: Batch, run: RunContext) -> Batch:
-        """Return the rows that the function made from groups of rows. The rows of a group belong to its first row."""
-        parts: list[Mapping[str, Any]] = []
-        parents: list[int] = []
-        for start, stop in self._bounds(given):
-            for a, _, result in self._group(given.slice(start, stop), run):
-                count = made_rows(result)
-                if count:
-                    self._same_columns(result, parts, int(given.rows[start + a]))
-                    parts.append(result)
-                    parents += [start + a] * count
-        columns = {name: join_columns(name, [part[name] for part in parts]) for name in _names(parts)}
-        return batch.made_of(columns, np.array(parents, dtype=np.int64))
 
 
 class TableColumns(dict[str, Any]):
@@ -255,45 +222,30 @@ class TableColumns(dict[str, Any]):
         return TableColumns(table.to_pylist()[0])
 
 
-def _names(results: Sequence[Mapping[str, Any]]) -> list[str]:
-    return list(results[0]) if results else []
+def _is_table(result: Mapping[str, Any]) -> bool:
+    return isinstance(result, TableColumns)
+
+
+def _described(result: Mapping[str, Any]) -> str:
+    names = f"columns {sorted(result)}" if result else "None (no columns)"
+    return f"a table of {names}" if _is_table(result) else names
 
 
 def _like(results: Sequence[Mapping[str, Any]], columns: dict[str, Any]) -> dict[str, Any]:
-    return TableColumns(columns) if results and isinstance(results[0], TableColumns) else columns
+    return TableColumns(columns) if results and _is_table(results[0]) else columns
 
 
-def made_rows(result: Mapping[str, Any]) -> int:
-    """Return the number of rows that a function returned. All columns must have the same length."""
-    if not result:
-        return 0
-    counts = {name: _length(name, column) for name, column in result.items()}
-    if len(set(counts.values())) > 1:
-        raise MapError(f"the returned columns have different lengths: {counts}")
-    return next(iter(counts.values()))
-
-
-def _length(name: str, column: Any) -> int:
-    if isinstance(column, Mapping):
-        return made_rows(column)
-    if not hasattr(column, "__len__") or isinstance(column, (str, bytes)):
-        raise MapError(f"column {name!r} must be a sequence with one value for each row, got {column!r:.60}")
-    return len(column)
-
-
-def _check_length(name: str, column: Any, rows: int) -> None:
-    """Raise MapError unless a column, or each column of a struct, has one value for each row."""
-    if isinstance(column, Mapping):
-        for key, inner in column.items():
-            _check_length(f"{name}.{key}", inner, rows)
-        return
-    if not hasattr(column, "__len__") or isinstance(column, (str, bytes)):
-        raise MapError(
-            f"column {name!r} must be a sequence of {rows} values, one for each row, got the "
-            f"{type(column).__name__} {column!r:.60}. Return [value] * {rows}, or omit batched=True"
-        )
-    if len(column) != rows:
-        raise MapError(
-            f"column {name!r} has {len(column)} values for {rows} rows. Return one value for each row, or pass "
-            "map(…, batched=True, one_to_one=False) to return any number of rows"
-        )
+def _lengths(columns: Mapping[str, Any], prefix: str = "") -> dict[str, int]:
+    """Return the length of each returned column, and of each column of a struct."""
+    found: dict[str, int] = {}
+    for name, column in columns.items():
+        if isinstance(column, Mapping):
+            found |= _lengths(column, f"{prefix}{name}.")
+        elif not hasattr(column, "__len__") or isinstance(column, (str, bytes)):
+            raise MapError(
+                f"column {prefix + name!r} must be a sequence with one value for each row, got the "
+                f"{type(column).__name__} {column!r:.60}. Return a list, or omit batched=True"
+            )
+        else:
+            found[prefix + name] = len(column)
+    return found

@@ -134,8 +134,9 @@ class Decode:
                 data, path = read(i)
                 array = self.decoder.decode(data)
             except Exception as problem:
-                call = f"decode({self.column!r})" if path is None else f"decode({self.column!r}) of {path}"
-                failed(call, self.on_error, problem, run, [int(batch.rows[i])])
+                file, row = "" if path is None else f" of {path}", int(batch.rows[i])
+                what = f"decode({self.column!r}){file} failed on row {row} of the dataset ({run.place(row)})"
+                failed(what, self.on_error, problem, run, 1)
                 continue
             if stacked is None:
                 arrays.append(_tensor(array) if self.tensors else array)
