@@ -91,27 +91,9 @@ def from_files(
                 raise ValueError(f"delimiter is for CSV files, but {store.name(path)} is not one. Omit it.")
         return found if delimiter is None else replace(found, format=wanted or found.format)
 
-    folder = opening.index_folder
     given = tuple(resolve(text, **where)[1] for text in texts)
     request = Request(store, given, wanted, chosen, partitioning, on_error == "skip", find)
-    seal = Seal(request, folder)
-    if validate and (known := seal.opened(force=force_reindex)) is not None:
-        return opening.dataset(known, store, chosen, mapped=known.format == MAPPED)
-    if can_be_mapped(request, folder, force=force_reindex, validate=validate):
-        # Files with different columns cannot be mapped as one; encoded blocks are decoded once, not for each row.
-        with suppress(DifferentSchemasError, EncodedError):
-            files = [Path(entry.path) for entry in request.found.entries]
-            index = _index(files, index_dir, force_reindex, on_error, as_mapped=True)
-            with suppress(OSError):  # else a decoded index of earlier files would remain
-                request.index_path(folder).unlink(missing_ok=True)
-            seal.keep(index)
-            return opening.dataset(index, store, mapped=True)
-    with shown("indexing", "files") as report:
-        index = open_lake(request, index_dir=folder, force=force_reindex, validate=validate, progress=report)
-    if not request.is_listed:
-        return opening.dataset(index, store, chosen)
-    seal.keep(index)
-    return opening.dataset(index, request.found.store, chosen)  # it knows which commit was listed
+    return opening.of(request, validate=validate)
 
 
 def cache_spec(cache_dir: PathLike | None, cache_bytes: int) -> CacheSpec:
@@ -209,7 +191,9 @@ def _of_splits(
     for name in names:
         if not splits[name]:
             raise DataNotFoundError(f"split {name!r} has no rows.")
-    indexes = {name: _index(splits[name], index_dir, force, on_error) for name in names}
+    folder = None if index_dir is None else local_folder(index_dir, "index_dir")
+    check_on_error(on_error)
+    indexes = {name: _index(splits[name], folder, force, on_error) for name in names}
     first, starts = 0, {}
     for name in names:
         starts[name] = first
@@ -221,11 +205,7 @@ def _of_splits(
     return make_dataset(Source(tuple(indexes.values())), Selection.of_ranges(ranges), on_error=on_error)
 
 
-def _index(
-    files: Sequence[Path], index_dir: PathLike | None, force: bool, on_error: str, *, as_mapped: bool = False
-) -> Index:
-    check_on_error(on_error)
-    folder = None if index_dir is None else local_folder(index_dir, "index_dir")
+def _index(files: Sequence[Path], folder: Path | None, force: bool, on_error: str, *, as_mapped: bool = False) -> Index:
     skip = on_error == "skip"
     with shown("indexing", "files") as report:
         index = open_index(files, index_dir=folder, force=force, skip_damage=skip, as_mapped=as_mapped, progress=report)
@@ -269,6 +249,33 @@ class Opening:
     @property
     def index_folder(self) -> Path | None:
         return None if self.index_dir is None else local_folder(self.index_dir, "index_dir")
+
+    def of(self, request: Request, *, validate: bool) -> Dataset:
+        """Return the rows of files."""
+        index = self.index(request, validate=validate)
+        store = request.found.store if request.is_listed else request.store  # it knows which commit was listed
+        return self.dataset(index, store, request.filter, mapped=index.format == MAPPED)
+
+    def index(self, request: Request, *, validate: bool, sealed: bool = True) -> Index:
+        """Return the index of files. ``sealed``: they need not be listed if nothing has changed since the last time."""
+        folder, force = self.index_folder, self.force_reindex
+        seal = Seal(request, folder)
+        if validate and sealed and (known := seal.opened(force=force)) is not None:
+            return known
+        index = None
+        if can_be_mapped(request, folder, force=force, validate=validate):
+            # Files with different columns cannot be mapped as one; encoded blocks are decoded once, not for each row.
+            with suppress(DifferentSchemasError, EncodedError):
+                files = [Path(entry.path) for entry in request.found.entries]
+                index = _index(files, folder, force, self.on_error, as_mapped=True)
+                with suppress(OSError):  # else a decoded index of earlier files would remain
+                    request.index_path(folder).unlink(missing_ok=True)
+        if index is None:
+            with shown("indexing", "files") as report:
+                index = open_lake(request, index_dir=folder, force=force, validate=validate, progress=report)
+        if request.is_listed and sealed:
+            seal.keep(index)
+        return index
 
     def dataset(self, index: Index, store: Store, chosen: Filter | None = None, *, mapped: bool = False) -> Dataset:
         """Return the rows of an index. ``mapped``: local files are mapped, and only others fetched."""

@@ -10,7 +10,6 @@ from operator import index as as_int
 from typing import Any
 
 from midepoch._internal.hints import hinted
-from midepoch._internal.progress import shown
 from midepoch.dataset import Dataset, habits
 from midepoch.dataset.combine import mix
 from midepoch.errors import DataNotFoundError
@@ -18,9 +17,8 @@ from midepoch.open.files import DEFAULT_CACHE_BYTES, Opening, from_files
 from midepoch.sources.files import DataFiles, PathLike, expand, paths_of
 from midepoch.sources.formats.tokens import DTYPES, MOST_TOKENS
 from midepoch.sources.index import Index
-from midepoch.sources.lake import Request, open_lake
+from midepoch.sources.lake import Request
 from midepoch.sources.manifests import is_litdata, refuse_chunks
-from midepoch.sources.seals import Seal
 from midepoch.storage.addresses import resolve
 from midepoch.storage.open_files import Entry
 from midepoch.storage.stores import Retry, Store
@@ -79,7 +77,7 @@ def from_tokens(
         refuse_chunks(store, found)
         return DataFiles(store, form, found, warned=any(part.warned for part in parts))
 
-    index, store = _opened(texts, form, find, where, opening, validate)
+    index, store = _opened(texts, form, find, where, opening, validate=validate)
     if not index.starts[-1]:
         raise DataNotFoundError(
             f"there are no rows in {store.name(index.files[0].path)}: no file has {sequence_length:,} tokens, the "
@@ -128,7 +126,8 @@ def from_megatron(
 
     opening = Opening(None, cache_dir, cache_bytes, index_dir, force_reindex, on_error)
     # One index for all prefixes, so that a blend of a hundred is one file to open. Its parts follow from a listing.
-    index, store = _opened(texts, "megatron", find, where, opening, validate, always=shares is not None)
+    blended = shares is not None
+    index, store = _opened(texts, "megatron", find, where, opening, validate=validate or blended, sealed=not blended)
     if shares is None:
         ds = opening.dataset(index, store, mapped=True)
         return ds if seed is None else ds.shuffle(seed=seed)
@@ -146,28 +145,19 @@ def _opened(
     find: Callable[[Store, Sequence[str]], DataFiles],
     where: Mapping[str, Any],
     opening: Opening,
-    validate: bool,
     *,
-    always: bool = False,
+    validate: bool,
+    sealed: bool = True,
 ) -> tuple[Index, Store]:
-    """Return the index of files that ``find`` lists, and their store. ``always``: call ``find`` in any case."""
+    """Return the index of files that ``find`` lists, and their store. Not ``sealed``: call ``find`` in any case."""
     resolved = [resolve(text, **where) for text in texts]
     store, given = resolved[0][0], tuple(path for _, path in resolved)
     if len({each.identity for each, _ in resolved}) > 1:
         raise ValueError("all files of a dataset must be in one store. Open them separately, and use mix or concat.")
     if opening.force_reindex:
         store.refresh()
-
     request = Request(store, given, form, None, None, opening.on_error == "skip", partial(find, store, given))
-    force, folder = opening.force_reindex, opening.index_folder
-    seal = Seal(request, folder)
-    if validate and not always and (known := seal.opened(force=force)) is not None:
-        return known, store
-    with shown("indexing", "files") as report:
-        index = open_lake(request, index_dir=folder, force=force, validate=validate or always, progress=report)
-    if request.is_listed and not always:
-        seal.keep(index)
-    return index, store
+    return opening.index(request, validate=validate, sealed=sealed), store
 
 
 def _dtype_name(dtype: Any) -> str:
@@ -241,13 +231,10 @@ def _listed(store: Store, path: str, text: str) -> tuple[list[Entry | str], bool
 
 
 def _entries(store: Store, listed: Sequence[Entry | str]) -> list[Entry]:
-    """Return the entries of all files. Those that were not listed are requested, several at a time in a store."""
+    """Return the entries of all files. Those that were not listed are requested, several at a time."""
     paths = [each for each in listed if isinstance(each, str)]
-    if store.local:
-        looked = [_local_entry(path) for path in paths]
-    else:
-        with ThreadPoolExecutor(_PARALLEL) as pool:
-            looked = list(pool.map(store.stat, paths))
+    with ThreadPoolExecutor(_PARALLEL) as pool:
+        looked = list(pool.map(store.stat, paths))
     found = dict(zip(paths, looked, strict=True))
     for path, entry in found.items():
         if entry is None:
@@ -258,11 +245,3 @@ def _entries(store: Store, listed: Sequence[Entry | str]) -> list[Entry]:
             )
     entries = [found[each] if isinstance(each, str) else each for each in listed]
     return [entry for entry in entries if entry is not None]
-
-
-def _local_entry(path: str) -> Entry | None:
-    try:
-        stat = os.stat(path)
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    return Entry(path, stat.st_size, stat.st_mtime_ns)
