@@ -22,10 +22,9 @@ from midepoch.pipeline.spec import PipelineSpec
 from midepoch.sources.length_blocks import has_length
 from midepoch.sources.lengths import lengths_of
 from midepoch.transforms import Map
-from midepoch.transforms.arrow_values import flat_numbers
+from midepoch.transforms.arrow_values import flat_numbers, is_list
 from midepoch.transforms.batch import check_columns
 from midepoch.transforms.context import ContextSlice
-from midepoch.transforms.flat import is_list_type
 from midepoch.transforms.layout import LAYOUTS, Layout
 from midepoch.transforms.packing import PackSpec
 
@@ -159,10 +158,10 @@ class Batching:
         known = spec.node.known.columns
         if isinstance(self.length, str):
             kind = known[self.length].kind if self.length in known else None
-            if kind is None or is_list_type(kind):
+            if kind is None or is_list(kind):
                 return self.length
         if known and _TOKENS not in known and spec.node.known.certain:
-            lists = ", ".join(repr(name) for name, column in known.items() if is_list_type(column.kind))
+            lists = ", ".join(repr(name) for name, column in known.items() if is_list(column.kind))
             remedy = f"Pass length= with a column of lists ({lists})" if lists else "None has lists: tokenize() first"
             raise ColumnError(
                 f"max_tokens and layout need the column of tokens: length={_TOKENS!r} by default, but there are "

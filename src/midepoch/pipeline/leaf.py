@@ -82,9 +82,7 @@ class Leaf:
         kept = {name: name for name in self.source.schema.names}
         for step in self.steps[: self._first]:
             assert isinstance(step, ColumnStep)
-            names = step.columns(list(kept))
-            sources = kept.values() if isinstance(step, RenameColumns) else (kept[name] for name in names)
-            kept = dict(zip(names, sources, strict=True))
+            kept = {new: kept[old] for old, new in step.renamed(list(kept)).items()}
         return kept
 
     @property

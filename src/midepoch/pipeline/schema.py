@@ -15,10 +15,9 @@ import pyarrow as pa
 from midepoch.errors import ColumnError
 from midepoch.pipeline.leaf import Leaf
 from midepoch.read.blocks import plain_schema
-from midepoch.transforms import Batch, ColumnStep, FilterExpression, FilterRows, RenameColumns, Step, Unbatch
-from midepoch.transforms.arrow_values import Paths, plain_type
+from midepoch.transforms import Batch, ColumnStep, FilterExpression, FilterRows, Step, Unbatch
+from midepoch.transforms.arrow_values import Paths, is_list, plain_type
 from midepoch.transforms.columns import Cast, common_type, converted, renamed_paths, same_type
-from midepoch.transforms.flat import is_list_type
 from midepoch.transforms.packing import PackSpec
 
 if TYPE_CHECKING:
@@ -49,7 +48,7 @@ class Known:
         if not self.certain:
             return self.sequences
         plain = ((name, column) for name, column in self.columns.items() if not column.encoded)
-        return tuple(name for name, column in plain if is_list_type(plain_type(column.kind)))
+        return tuple(name for name, column in plain if is_list(plain_type(column.kind)))
 
     def listed(self) -> Known:
         """Return the columns of groups of rows as one row each."""
@@ -68,10 +67,8 @@ class Known:
             if isinstance(step, Cast):
                 known = known._cast(step)
             elif isinstance(step, ColumnStep) and known.certain:
-                before, names = list(known.columns), step.columns(list(known.columns))
-                old = before if isinstance(step, RenameColumns) else names
-                columns = {new: known.columns[name] for new, name in zip(names, old, strict=True)}
-                known = Known(columns)
+                names = step.renamed(list(known.columns))
+                known = Known({new: known.columns[old] for old, new in names.items()})
             elif isinstance(step, Unbatch) and known.certain:
                 inner = {name: _item_of(known.columns[name]) for name in step.names if name in known.columns}
                 known = Known({**known.columns, **inner})

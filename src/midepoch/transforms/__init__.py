@@ -7,7 +7,7 @@ state to save.
 from dataclasses import replace
 
 from midepoch.transforms.batch import Batch, join
-from midepoch.transforms.columns import Cast, RemoveColumns, RenameColumns, SelectColumns
+from midepoch.transforms.columns import Cast, ColumnStep, RemoveColumns, RenameColumns, SelectColumns
 from midepoch.transforms.filter import FilterExpression, FilterRows
 from midepoch.transforms.flat import FlatMap, Unbatch
 from midepoch.transforms.formats import FORMATS, Allocate, finish, present, present_rows
@@ -15,7 +15,6 @@ from midepoch.transforms.function import Function, RunContext
 from midepoch.transforms.map import Map
 from midepoch.transforms.media import Decode
 
-ColumnStep = SelectColumns | RemoveColumns | RenameColumns
 RunStep = Map | FilterRows | FilterExpression | FlatMap | Unbatch | Cast | Decode
 """Steps whose output rows are known only after they run."""
 Step = ColumnStep | RunStep

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,66 +11,71 @@ import numpy as np
 import pyarrow as pa
 
 from midepoch.errors import ColumnError
-from midepoch.transforms.arrow_values import Paths, plain_values
+from midepoch.transforms.arrow_values import Paths, is_list, plain_values
 from midepoch.transforms.batch import Batch, check_columns
 from midepoch.transforms.features import Encoded, import_datasets
 from midepoch.transforms.function import RunContext
 
 
+class ColumnStep:
+    """A step that changes only which columns there are, and their names."""
+
+    def renamed(self, before: Sequence[str]) -> dict[str, str]:
+        """Return the columns after the step by their names before it. Raise ColumnError if they do not fit."""
+        raise NotImplementedError
+
+    def columns(self, before: Sequence[str]) -> tuple[str, ...]:
+        """Return the names of the columns after the step."""
+        return tuple(self.renamed(before).values())
+
+    def apply(self, batch: Batch) -> Batch:
+        names = self.renamed(list(batch.columns))
+        nullable = {new: batch.nullable[old] for old, new in names.items() if old in batch.nullable}
+        return batch.with_columns({new: batch.columns[old] for old, new in names.items()}, nullable)
+
+
 @dataclass(frozen=True)
-class SelectColumns:
+class SelectColumns(ColumnStep):
     """Selection of these columns, in this order. ``caller``: the method that selects them."""
 
     names: tuple[str, ...]
     caller: str = "select_columns"
 
-    def columns(self, before: Sequence[str]) -> tuple[str, ...]:
+    def renamed(self, before: Sequence[str]) -> dict[str, str]:
         check_columns(self.names, before, self.caller)
-        twice = sorted({name for name in self.names if self.names.count(name) > 1})
-        if twice:
-            raise ColumnError(f"select_columns: {', '.join(map(repr, twice))} named twice.")
-        return self.names
-
-    def apply(self, batch: Batch) -> Batch:
-        check_columns(self.names, list(batch.columns), self.caller)
-        return batch.with_columns({name: batch.columns[name] for name in self.names})
+        _check_once(self.names, "select_columns: {} named twice.")
+        return {name: name for name in self.names}
 
 
 @dataclass(frozen=True)
-class RemoveColumns:
+class RemoveColumns(ColumnStep):
     """Removal of these columns."""
 
     names: tuple[str, ...]
 
-    def columns(self, before: Sequence[str]) -> tuple[str, ...]:
+    def renamed(self, before: Sequence[str]) -> dict[str, str]:
         check_columns(self.names, before, "remove_columns")
-        return tuple(name for name in before if name not in self.names)
-
-    def apply(self, batch: Batch) -> Batch:
-        kept = self.columns(list(batch.columns))
-        return batch.with_columns({name: batch.columns[name] for name in kept})
+        return {name: name for name in before if name not in self.names}
 
 
 @dataclass(frozen=True)
-class RenameColumns:
+class RenameColumns(ColumnStep):
     """New names for some columns. The others keep theirs."""
 
     mapping: tuple[tuple[str, str], ...]
 
-    def columns(self, before: Sequence[str]) -> tuple[str, ...]:
+    def renamed(self, before: Sequence[str]) -> dict[str, str]:
         names = dict(self.mapping)
         check_columns(list(names), before, "rename_columns")
-        after = [names.get(name, name) for name in before]
-        twice = sorted({name for name in after if after.count(name) > 1})
-        if twice:
-            raise ColumnError(f"rename_columns: two columns would be named {', '.join(map(repr, twice))}.")
-        return tuple(after)
+        after = {name: names.get(name, name) for name in before}
+        _check_once(after.values(), "rename_columns: two columns would be named {}.")
+        return after
 
-    def apply(self, batch: Batch) -> Batch:
-        names = self.columns(list(batch.columns))
-        pairs = zip(batch.columns, names, strict=True)
-        nullable = {new: batch.nullable[old] for old, new in pairs if old in batch.nullable}
-        return batch.with_columns(dict(zip(names, batch.columns.values(), strict=True)), nullable)
+
+def _check_once(names: Iterable[str], message: str) -> None:
+    twice = sorted(name for name, count in Counter(names).items() if count > 1)
+    if twice:
+        raise ColumnError(message.format(", ".join(map(repr, twice))))
 
 
 @dataclass(frozen=True)
@@ -185,7 +191,7 @@ def common_type(a: pa.DataType, b: pa.DataType) -> pa.DataType | None:
         if any(test(a) for test in families) and any(test(b) for test in families):
             plain, large = (pa.string(), pa.large_string()) if families is _TEXT else (pa.binary(), pa.large_binary())
             return large if families[1](a) or families[1](b) else plain
-    if any(test(a) for test in _LISTS) and any(test(b) for test in _LISTS):
+    if is_list(a) and is_list(b):
         return _common_list(a, b)
     if t.is_struct(a) and t.is_struct(b):
         return _common_struct(a, b)
@@ -194,7 +200,6 @@ def common_type(a: pa.DataType, b: pa.DataType) -> pa.DataType | None:
 
 _TEXT = (pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view)
 _BINARY = (pa.types.is_binary, pa.types.is_large_binary, pa.types.is_binary_view)
-_LISTS = (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list)
 
 
 def _common_list(a: pa.DataType, b: pa.DataType) -> pa.DataType | None:
@@ -223,7 +228,7 @@ def _common_struct(a: pa.DataType, b: pa.DataType) -> pa.DataType | None:
 
 def inside(column: pa.DataType, kind: pa.DataType) -> pa.DataType:
     """Return the type of lists whose items are numbers of this type, if the column is one of lists of numbers."""
-    if not (pa.types.is_primitive(kind) and any(test(column) for test in _LISTS)):
+    if not (pa.types.is_primitive(kind) and is_list(column)):
         return kind
     item = inside(column.value_type, kind)
     if pa.types.is_fixed_size_list(column):

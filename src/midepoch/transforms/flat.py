@@ -10,7 +10,7 @@ import numpy as np
 import pyarrow as pa
 
 from midepoch.errors import ColumnError, MapError
-from midepoch.transforms.arrow_values import flat_numbers, plain_array
+from midepoch.transforms.arrow_values import flat_numbers, is_list, plain_array
 from midepoch.transforms.batch import Batch, check_columns, pick
 from midepoch.transforms.features import Encoded
 from midepoch.transforms.function import Function, RunContext
@@ -86,17 +86,13 @@ def _plain(column: Any) -> Any:
     return plain_array(column) if isinstance(column, pa.Array) else column
 
 
-def is_list_type(kind: pa.DataType) -> bool:
-    return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind))
-
-
 def _is_list(value: Any) -> bool:
     return value is None or (hasattr(value, "__len__") and not isinstance(value, (str, bytes, Mapping)))
 
 
 def _flat(name: str, column: Any) -> tuple[Any, Any]:
     """Return the lengths of lists, and their elements. Null is an empty list."""
-    if isinstance(column, pa.Array) and is_list_type(column.type):
+    if isinstance(column, pa.Array) and is_list(column.type):
         import pyarrow.compute as pc
 
         return flat_numbers(pc.fill_null(pc.list_value_length(column), 0)), pc.list_flatten(column)
