@@ -6,6 +6,9 @@ PyAV decodes, whose wheels contain FFmpeg; without it torchcodec, which needs FF
 video of 320 × 240 take 280 ms with PyAV and 310 to 430 ms with torchcodec, 8 of them 110 and 150 ms. Both release the
 GIL and use one thread for each file. Their colors differ by up to 3 of 255: FFmpeg's conversion is not exact.
 
+A decoder is the options of one kind of file. Its ``text`` is the options: the result of ``decode`` follows from it and
+from the file. ``shape`` is that of every result, or None if it differs. Several threads may call ``decode``.
+
 Audio files become float32, (channels, samples), in [-1, 1].
 
 libsndfile (soundfile) decodes WAV, FLAC, Ogg and MP3 files: one second of stereo takes 0.2 to 4 ms, with FFmpeg (PyAV)
@@ -15,7 +18,7 @@ libsndfile (soundfile) decodes WAV, FLAC, Ogg and MP3 files: one second of stere
 from __future__ import annotations
 
 import io
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import numpy as np
@@ -193,41 +196,29 @@ def _mixed(samples: Any, channels: int | None) -> Any:
     raise ValueError(f"the file has {len(samples)} channels, which cannot become stereo. Use channels=1 or None")
 
 
-KINDS = ("image", "audio", "video")
-
-_DEFAULTS: dict[str, Any] = {
-    "size": None,
-    "fit": "crop",
-    "mode": "RGB",
-    "layout": "CHW",
-    "shrink": True,
-    "frames": None,
-    "sampling_rate": None,
-    "channels": None,
-}
-_OF_IMAGES = ("size", "fit", "mode", "layout", "shrink")
-_OPTIONS = {"image": _OF_IMAGES, "video": (*_OF_IMAGES, "frames"), "audio": ("sampling_rate", "channels")}
+_OPTIONS = {"image": fields(Images), "audio": fields(Audio), "video": (*fields(Images), *fields(Video)[:1])}
+_DEFAULTS = {option.name: option.default for options in _OPTIONS.values() for option in options}
 
 
 def decoder_of(kind: str, options: dict[str, Any]) -> Images | Audio | Video:
     """Return the decoder of a kind of file. Raise if an option is wrong, or if no package can decode such files."""
-    if kind not in KINDS:
-        raise ValueError(f"decode(kind=…) must be one of {', '.join(map(repr, KINDS))}, got {kind!r}")
-    others = [name for name, value in options.items() if value != _DEFAULTS[name] and name not in _OPTIONS[kind]]
+    if kind not in _OPTIONS:
+        raise ValueError(f"decode(kind=…) must be one of {', '.join(map(repr, _OPTIONS))}, got {kind!r}")
+    allowed = [option.name for option in _OPTIONS[kind]]
+    others = [name for name, value in options.items() if value != _DEFAULTS[name] and name not in allowed]
     if others:
-        raise ValueError(
-            f"decode: {', '.join(others)} cannot be given for {kind}. Options: {', '.join(_OPTIONS[kind])}"
-        )
+        raise ValueError(f"decode: {', '.join(others)} cannot be given for {kind}. Options: {', '.join(allowed)}")
+    given = {name: options[name] for name in allowed}
+    for name in ("frames", "sampling_rate"):
+        if given.get(name) is not None:
+            given[name] = integer(given[name], f"decode({name}=…)", 1)
+    frames = given.pop("frames", None)
     decoder: Images | Audio | Video
     if kind == "audio":
-        rate = options["sampling_rate"]
-        decoder = Audio(None if rate is None else integer(rate, "decode(sampling_rate=…)", 1), options["channels"])
+        decoder = Audio(**given)
     else:
-        size = _size(options["size"], options["fit"])
-        decoder = Images(size, options["fit"], options["mode"], options["layout"], bool(options["shrink"]))
-        if kind == "video":
-            frames = options["frames"]
-            decoder = Video(None if frames is None else integer(frames, "decode(frames=…)", 1), decoder)
+        decoder = Images(**{**given, "size": _size(given["size"], given["fit"]), "shrink": bool(given["shrink"])})
+        decoder = decoder if kind == "image" else Video(frames, decoder)
     decoder.check()
     return decoder
 

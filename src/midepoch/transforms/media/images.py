@@ -43,12 +43,10 @@ class Header(NamedTuple):
     orientation: int
 
 
-def is_jpeg(data: Any) -> bool:
-    return bytes(data[:3]) == b"\xff\xd8\xff"
-
-
 def header_of(data: Any) -> Header | None:
-    """Return the header of a JPEG file, or None if it is damaged. 8 µs, Pillow takes 44."""
+    """Return the header of a JPEG file, or None for other files and damaged ones. 8 µs, Pillow takes 44."""
+    if bytes(data[:3]) != b"\xff\xd8\xff":
+        return None
     at, frame, orientation = 2, None, 1
     while at + 4 <= len(data) and data[at] == 0xFF:
         marker = data[at + 1]
@@ -203,7 +201,7 @@ class Images:
     def decode(self, data: Any) -> Any:
         """Return an image as an array in the layout, possibly a view. Raise an exception if it is damaged."""
         view = memoryview(data).cast("B")  # the buffers of Arrow have signed bytes
-        header = header_of(view) if is_jpeg(view) else None
+        header = header_of(view)
         pixels, orientation = self._fast(view, header) or self._slow(view, header)
         return self.laid_out(self.resized(pixels, orientation), orientation)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -14,6 +14,8 @@ from midepoch.errors import ColumnError
 from midepoch.transforms.batch import Batch, check_columns
 from midepoch.transforms.features import Encoded
 from midepoch.transforms.function import RunContext, failed
+from midepoch.transforms.media.decoders import Audio, Video
+from midepoch.transforms.media.images import Images
 
 File = tuple[Any, str | None]
 """The bytes of a file, as a buffer or bytes, and its path if there is one."""
@@ -30,31 +32,25 @@ def reader_of(name: str, column: Any, root: str | None) -> Callable[[int], File]
         array = array.storage
     if not isinstance(array, pa.Array):
         return lambda i: _read(_parts(name, array[i]), root)
-    kind = array.type
-    if pa.types.is_struct(kind):
-        names = [kind.field(i).name for i in range(kind.num_fields)]
-        if not {"bytes", "path"} & set(names):
-            raise ColumnError(f"decode: column {name!r} has the fields {', '.join(names)}: there is no bytes or path.")
-        files, paths = (array.field(part) if part in names else None for part in ("bytes", "path"))
-        return lambda i: _read((_buffer(files, i), _text(paths, i)) if array[i].is_valid else (None, None), root)
-    if _is_binary(kind):
-        return lambda i: _read((_buffer(array, i), None), root)
-    if pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind):
-        return lambda i: _read((None, _text(array, i)), root)
-    raise ColumnError(f"decode: column {name!r} is {kind}. It must have bytes, paths, or structs of both.")
+    kind, types = array.type, pa.types
+    files = paths = None
+    if types.is_struct(kind):
+        fields = dict(zip((kind.field(i).name for i in range(kind.num_fields)), array.flatten(), strict=True))
+        if not {"bytes", "path"} & fields.keys():
+            raise ColumnError(f"decode: column {name!r} has the fields {', '.join(fields)}: there is no bytes or path.")
+        files, paths = fields.get("bytes"), fields.get("path")
+    elif types.is_binary(kind) or types.is_large_binary(kind) or types.is_binary_view(kind):
+        files = array
+    elif types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind):
+        paths = array
+    else:
+        raise ColumnError(f"decode: column {name!r} is {kind}. It must have bytes, paths, or structs of both.")
 
+    def parts(i: int) -> tuple[Any, str | None]:
+        data = None if files is None or not files[i].is_valid else files[i].as_buffer()
+        return data, None if paths is None else paths[i].as_py()
 
-def _is_binary(kind: pa.DataType) -> bool:
-    types = pa.types
-    return bool(types.is_binary(kind) or types.is_large_binary(kind) or types.is_binary_view(kind))
-
-
-def _buffer(array: pa.Array | None, i: int) -> Any:
-    return None if array is None else array[i].as_buffer() if array[i].is_valid else None
-
-
-def _text(array: pa.Array | None, i: int) -> str | None:
-    return None if array is None else array[i].as_py()
+    return lambda i: _read(parts(i), root)
 
 
 def _parts(name: str, value: Any) -> tuple[Any, str | None]:
@@ -78,33 +74,12 @@ def _read(parts: tuple[Any, str | None], root: str | None) -> File:
         return file.read(), path
 
 
-class Decoder(Protocol):
-    """The options of one kind of file. ``decode`` may be called by several threads, and releases the GIL."""
-
-    @property
-    def text(self) -> str:
-        """The options as text: the result of ``decode`` follows from it and from the file."""
-
-    @property
-    def shape(self) -> tuple[int, ...] | None:
-        """The shape of every result, or None if it differs."""
-
-    @property
-    def dtype(self) -> np.dtype[Any]: ...
-
-    def check(self) -> None:
-        """Raise MidepochError if no package can decode such files."""
-
-    def decode(self, data: Any) -> Any:
-        """Return the array of a file, possibly a view. Raise an exception if it is damaged."""
-
-
 @dataclass(frozen=True)
 class Decode:
     """One call of ``Dataset.decode``. ``tensors``: results are torch tensors, otherwise numpy arrays."""
 
     column: str
-    decoder: Decoder
+    decoder: Images | Audio | Video
     root: str | None = None
     tensors: bool = False
     on_error: str = "raise"
