@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 
 from midepoch._internal.hints import hinted, instead
@@ -19,7 +18,7 @@ from midepoch.dataset import Dataset, habits
 from midepoch.dataset.rows import with_selection
 from midepoch.errors import DataNotFoundError, DifferentSchemasError, MidepochError
 from midepoch.memory.stored import dataset_of
-from midepoch.memory.tables import table_source
+from midepoch.memory.tables import table_dataset
 from midepoch.order import Selection
 from midepoch.sources import Source
 from midepoch.sources.index import Index, open_index
@@ -53,17 +52,19 @@ def from_hf(
     if found is None:
         _log.info("from_hf: rows that are not in files of datasets' cache are written to the cache folder once")
         metadata = ds.features.arrow_schema.metadata
-        opened = dataset_of(table_source(ds.data.table.replace_schema_metadata(metadata), "from_hf", cache_dir))
+        opened = table_dataset(ds.data.table.replace_schema_metadata(metadata), "from_hf", cache_dir)
         rows = Selection.of_ranges([(0, ds.data.num_rows)])
     else:
-        opened, rows = dataset_of(found.source), found.rows
-        columns = found.columns
-        if list(columns.values()) != found.source.schema.names:
+        source, columns, rows = found
+        opened = dataset_of(source)
+        if list(columns.values()) != source.schema.names:
             opened = opened.select_columns(list(columns.values()))
         if changed := {old: new for new, old in columns.items() if new != old}:
             opened = opened.rename_columns(changed)
     if ds._indices is not None:
-        rows = _picked(rows, ds._indices.column(0).to_numpy().astype(np.int64))
+        numbers = ds._indices.column(0).to_numpy().astype(np.int64)
+        follow = len(numbers) > 0 and bool((np.diff(numbers) == 1).all())
+        rows = rows.slice(int(numbers[0]), int(numbers[-1]) + 1) if follow else rows.select(numbers)
     return _formatted(with_selection(opened, rows), given)
 
 
@@ -107,12 +108,6 @@ def _chosen(dataset: Any, split: str | None) -> Any:
     return concatenate_datasets(cut)
 
 
-def _picked(rows: Selection, numbers: npt.NDArray[np.int64]) -> Selection:
-    if len(numbers) and (np.diff(numbers) == 1).all():
-        return rows.slice(int(numbers[0]), int(numbers[-1]) + 1)
-    return rows.select(numbers)
-
-
 def _formatted(ds: Dataset, given: Mapping[str, Any]) -> Dataset:
     """Return the dataset in the format that was set."""
     kind, options = given["type"], dict(given["format_kwargs"])
@@ -124,28 +119,19 @@ def _formatted(ds: Dataset, given: Mapping[str, Any]) -> Dataset:
     if kind is None and not options:
         return ds
     if kind not in FORMATS or options:
-        what = (
-            f"the format {kind!r}"
-            if kind not in FORMATS
-            else f"arguments of the format {kind!r} ({', '.join(options)})"
-        )
+        arguments = f" with {', '.join(options)}" if options else ""
         raise MidepochError(
-            f"from_hf: {what} cannot be kept. Call ds.with_format(None) first, and convert rows with map or cast."
+            f"from_hf: the format {kind!r}{arguments} cannot be kept. Call ds.with_format(None) first, and convert "
+            "rows with map or cast."
         )
     return ds.with_format(kind)
 
 
-@dataclass(frozen=True)
-class _Found:
-    """Rows in files. ``columns``: new name -> name in the file."""
+def _in_files(ds: Any, index_dir: str | os.PathLike[str] | None) -> tuple[Source, dict[str, str], Selection] | None:
+    """Return the files that contain all rows of the table, its columns (new name -> name in the file), and its rows.
 
-    source: Source
-    columns: dict[str, str]
-    rows: Selection
-
-
-def _in_files(ds: Any, index_dir: str | os.PathLike[str] | None) -> _Found | None:
-    """Return the files that contain all rows of the table, None if some rows or values are in none."""
+    Return None if some rows or values are in no file.
+    """
     blocks = getattr(ds.data, "blocks", None)
     tables = [ds.data] if blocks is None else [table for row in blocks for table in row]
     if blocks is not None and any(len(row) != 1 for row in blocks):  # with columns from elsewhere
@@ -175,7 +161,7 @@ def _in_files(ds: Any, index_dir: str | os.PathLike[str] | None) -> _Found | Non
             return None
         columns = part[0]
         ranges.append((first + part[1], first + part[2]))
-    return _Found(Source((_with_features(index, ds.features, columns),)), columns, Selection.of_ranges(ranges))
+    return Source((_with_features(index, ds.features, columns),)), columns, Selection.of_ranges(ranges)
 
 
 def _part_of(table: Any, stored: pa.Schema, rows: int) -> tuple[dict[str, str], int, int] | None:
@@ -183,33 +169,28 @@ def _part_of(table: Any, stored: pa.Schema, rows: int) -> tuple[dict[str, str], 
     names = [(name, name) for name in stored.names]
     start, stop = 0, rows
     for change, args, kwargs in table.replays:
+        known, given = dict(names), args[0] if args else None
         if change == "slice":
             offset, length = (*args, None)[:2] if args else (kwargs.get("offset", 0), kwargs.get("length"))
             start = min(start + offset, stop)
             stop = stop if length is None else min(start + length, stop)
-        elif change not in ("replace_schema_metadata", "combine_chunks"):
-            names = _columns_after(change, args, names) or []
+        elif change in ("replace_schema_metadata", "combine_chunks"):
+            continue
+        elif change == "rename_columns" and given is not None and len(given) == len(names):
+            names = [(new, old) for new, (_, old) in zip(given, names, strict=True)]
+        elif change == "drop" and given is not None:
+            names = [(new, old) for new, old in names if new not in given]
+        elif change == "select" and given is not None:
+            names = [names[each] if isinstance(each, int) else (each, known[each]) for each in given]
+        elif change == "cast" and given is not None and set(given.names) == known.keys():  # types are compared below
+            names = [(name, known[name]) for name in given.names]
+        else:
+            return None
     schema = table.table.schema
     if [new for new, _ in names] != schema.names or stop - start != table.table.num_rows:
         return None
     types = ((schema.field(new).type, stored.field(old).type) for new, old in names)
     return (dict(names), start, stop) if all(same_type(a, b) for a, b in types) else None
-
-
-def _columns_after(change: str, args: Sequence[Any], names: list[tuple[str, str]]) -> list[tuple[str, str]] | None:
-    """Return the columns after a change of a table. None if they are unknown."""
-    if not args:
-        return None
-    known = dict(names)
-    if change == "rename_columns" and len(args[0]) == len(names):
-        return [(new, old) for new, (_, old) in zip(args[0], names, strict=True)]
-    if change == "drop":
-        return [(new, old) for new, old in names if new not in args[0]]
-    if change == "select":
-        return [names[each] if isinstance(each, int) else (each, known[each]) for each in args[0]]
-    if change == "cast" and set(args[0].names) == known.keys():  # types are compared afterwards
-        return [(name, known[name]) for name in args[0].names]
-    return None
 
 
 def _with_features(index: Index, features: Any, columns: Mapping[str, str]) -> Index:

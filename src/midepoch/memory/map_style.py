@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -60,7 +60,9 @@ def from_map_style(
     def write(writer: PartWriter, report: Progress) -> int:
         field = pa.field(_PLACEHOLDER, pa.null())
         writer.schema = pa.schema([field], metadata={b"midepoch": name.encode()})
-        writer.finish(list(_placeholders(length)), rows=_BLOCK)
+        # Rows without values, which take no room in a file: items are found by the numbers of rows.
+        sizes = (min(_BLOCK, length - start) for start in range(0, length, _BLOCK))
+        writer.finish([pa.table({_PLACEHOLDER: pa.nulls(size)}) for size in sizes], rows=_BLOCK)
         report(length, length)
         return length
 
@@ -114,9 +116,3 @@ def described(dataset: Any) -> str:
     numbers = np.asarray(indices, dtype=np.int64)
     digest = hashlib.blake2b(numbers.tobytes(), digest_size=8).hexdigest()
     return f"{kind}({len(dataset.dataset)} {described(dataset.dataset)}, {digest})"
-
-
-def _placeholders(length: int) -> Iterator[pa.Table]:
-    """Yield rows without values, which take no room in a file: items are found by the numbers of rows."""
-    for start in range(0, length, _BLOCK):
-        yield pa.table({_PLACEHOLDER: pa.nulls(min(_BLOCK, length - start))})

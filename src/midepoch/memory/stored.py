@@ -99,18 +99,13 @@ def _written(root: Path, name: str, what: str, write: Write) -> None:
                 rows = write(writer, report)
             writer.complete({"rows": rows})
             with writer.writing():
-                _moved(temporary, folder)
+                try:
+                    os.rename(temporary, folder)
+                except OSError:  # another process may have been faster, without the lock
+                    if not (folder / parts.COMPLETE).exists():
+                        raise
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
-
-
-def _moved(temporary: Path, folder: Path) -> None:
-    """Move a folder to its place, unless another process was faster without the lock."""
-    try:
-        os.rename(temporary, folder)
-    except OSError:
-        if not (folder / parts.COMPLETE).exists():
-            raise
 
 
 def _remove_unused(root: Path, kept: Path) -> None:

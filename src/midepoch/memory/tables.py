@@ -19,7 +19,6 @@ from midepoch.dataset import Dataset, habits, parts
 from midepoch.dataset.parts import PartWriter
 from midepoch.errors import ColumnError, DataNotFoundError
 from midepoch.memory.stored import dataset_of, folder_for, stored
-from midepoch.sources import Source
 from midepoch.sources.dictionaries import plain_array, plain_schema, taken, without_views
 from midepoch.transforms.arrow_values import plain_values
 from midepoch.transforms.columns import types_by_name
@@ -45,7 +44,7 @@ def from_dict(
     """
     if not isinstance(data, Mapping):
         raise TypeError(instead("from_dict", "a dict of columns", data))
-    return _opened(table_of(data, schema, "from_dict"), "from_dict", cache_dir)
+    return table_dataset(table_of(data, schema, "from_dict"), "from_dict", cache_dir)
 
 
 @hinted(habits.OPEN["from_list"])
@@ -56,7 +55,7 @@ def from_list(
     listed = list(rows) if isinstance(rows, (list, tuple)) else None
     if listed is None or not all(isinstance(row, Mapping) for row in listed):
         raise TypeError(instead("from_list", "a list of dicts, one for each row", rows))
-    return _opened(rows_table(listed, schema, "from_list"), "from_list", cache_dir)
+    return table_dataset(rows_table(listed, schema, "from_list"), "from_list", cache_dir)
 
 
 @hinted(habits.OPEN["from_arrow"])
@@ -64,7 +63,7 @@ def from_arrow(data: Any, *, cache_dir: str | os.PathLike[str] | None = None) ->
     """Return a dataset of an Arrow table, a record batch, a list of them, a reader, or any object with
     ``__arrow_c_stream__`` (polars, pandas, DuckDB, …). See ``from_dict``.
     """
-    return _opened(_arrow_table(data), "from_arrow", cache_dir)
+    return table_dataset(_arrow_table(data), "from_arrow", cache_dir)
 
 
 @hinted(habits.OPEN["from_pandas"])
@@ -97,7 +96,7 @@ def from_pandas(
             raise ColumnError(
                 f"from_pandas: {problem}. Convert the column first: frame[name] = frame[name].astype(…)."
             ) from None
-    return _opened(with_types(table, schema, "from_pandas"), "from_pandas", cache_dir)
+    return table_dataset(with_types(table, schema, "from_pandas"), "from_pandas", cache_dir)
 
 
 def table_of(data: Mapping[str, Any], schema: Schema, what: str) -> pa.Table:
@@ -229,12 +228,8 @@ def _spooled(reader: pa.RecordBatchReader) -> pa.Table:
         return pa.ipc.open_file(pa.memory_map(f"/dev/fd/{file.fileno()}")).read_all()
 
 
-def _opened(table: pa.Table, what: str, cache_dir: str | os.PathLike[str] | None) -> Dataset:
-    return dataset_of(table_source(table, what, cache_dir))
-
-
-def table_source(table: pa.Table, what: str, root: str | os.PathLike[str] | None = None) -> Source:
-    """Return the rows of a table as a source, written to the cache folder unless they are there."""
+def table_dataset(table: pa.Table, what: str, cache_dir: str | os.PathLike[str] | None) -> Dataset:
+    """Return the rows of a table, written to the cache folder unless they are there."""
     if not table.num_columns:
         raise DataNotFoundError(f"{what}: there are no columns. Pass at least one.")
     if not table.num_rows:
@@ -254,7 +249,7 @@ def table_source(table: pa.Table, what: str, root: str | os.PathLike[str] | None
         batches = (pa.Table.from_batches([batch]) for batch in _batches(table, schema))
         return writer.write_all(batches, report, table.num_rows)
 
-    return stored(folder_for("memory", root), name, what, write, expires=True)
+    return dataset_of(stored(folder_for("memory", cache_dir), name, what, write, expires=True))
 
 
 def _check_names(names: Sequence[str], what: str) -> None:
