@@ -95,40 +95,27 @@ def scale_for(width: int, height: int, least: tuple[int, int] | None) -> int:
 def fast_decoder() -> Decoder | None:
     """Return the fastest decoder that is installed besides Pillow."""
     if available("simplejpeg"):
-        return _simplejpeg()
-    return _torchvision() if available("torchvision") else None
+        return _by_simplejpeg
+    return _by_torchvision if available("torchvision") else None
 
 
-def _simplejpeg() -> Decoder:
+def _by_simplejpeg(data: Any, mode: str, header: Header, scale: int) -> Any:
     from simplejpeg import decode_jpeg
 
-    def decode(data: Any, mode: str, header: Header, scale: int) -> Any:
-        height, width = (-(-side // scale) for side in (header.height, header.width))
-        return decode_jpeg(
-            data,
-            "RGB" if mode == "RGB" else "GRAY",
-            fastdct=False,
-            fastupsample=False,
-            min_height=height if scale > 1 else 0,
-            min_width=width if scale > 1 else 0,
-        )
-
-    return decode
+    height, width = (-(-side // scale) if scale > 1 else 0 for side in (header.height, header.width))
+    color = "RGB" if mode == "RGB" else "GRAY"
+    return decode_jpeg(data, color, fastdct=False, fastupsample=False, min_height=height, min_width=width)
 
 
-def _torchvision() -> Decoder:
+def _by_torchvision(data: Any, mode: str, header: Header, scale: int) -> Any:  # noqa: ARG001
     import torch
     from torchvision.io import ImageReadMode, decode_jpeg
 
-    modes = {"RGB": ImageReadMode.RGB, "L": ImageReadMode.GRAY}
-
-    def decode(data: Any, mode: str, header: Header, scale: int) -> Any:  # noqa: ARG001
-        if scale > 1:
-            raise ValueError("torchvision cannot decode at a smaller scale")
-        file = torch.from_numpy(np.frombuffer(data, np.uint8).copy())  # a tensor over read-only memory is a warning
-        return decode_jpeg(file, mode=modes[mode]).permute(1, 2, 0).numpy()
-
-    return decode
+    if scale > 1:
+        raise ValueError("torchvision cannot decode at a smaller scale")
+    file = torch.from_numpy(np.frombuffer(data, np.uint8).copy())  # a tensor over read-only memory is a warning
+    color = ImageReadMode.RGB if mode == "RGB" else ImageReadMode.GRAY
+    return decode_jpeg(file, mode=color).permute(1, 2, 0).numpy()
 
 
 @lru_cache(maxsize=32)
@@ -171,9 +158,9 @@ class Images:
     dtype = np.dtype(np.uint8)
 
     def __post_init__(self) -> None:
-        _one_of("fit", self.fit, FITS)
-        _one_of("mode", self.mode, tuple(MODES))
-        _one_of("layout", self.layout, LAYOUTS)
+        for name, allowed in (("fit", FITS), ("mode", tuple(MODES)), ("layout", LAYOUTS)):
+            if (given := getattr(self, name)) not in allowed:
+                raise ValueError(f"decode({name}=…) must be one of {', '.join(map(repr, allowed))}, got {given!r}")
 
     def check(self) -> None:
         """Raise MidepochError unless images can be decoded."""
@@ -268,11 +255,6 @@ class Images:
         """Return an array (height, width, channels) upright and in the layout, as a view."""
         upright = _upright(pixels, orientation)
         return upright.transpose(2, 0, 1) if self.layout == "CHW" else upright
-
-
-def _one_of(what: str, given: str, allowed: tuple[str, ...]) -> None:
-    if given not in allowed:
-        raise ValueError(f"decode({what}=…) must be one of {', '.join(map(repr, allowed))}, got {given!r}")
 
 
 def _image(pixels: Any) -> Any:
