@@ -86,7 +86,6 @@ class Generators:
         self.drew: dict[Hashable, frozenset[str]] = {}
         """The generators from which functions have drawn, as far as it was checked."""
         self._left: dict[Hashable, int] = {}  # calls of each function that remain to be checked, or _DRAWS
-        self._keys: dict[tuple[str, int, int], npt.NDArray[np.uint64]] = {}
 
     def run(
         self, function: Hashable, where: tuple[str, int, int], action: Callable[[Seeds | None], T], *, repeatable: bool
@@ -97,27 +96,27 @@ class Generators:
         If it is ``repeatable``, the action may be run a second time.
         """
         if self._drawing is not None:
-            return self._run_in_thread(function, where, action, self._drawing, repeatable=repeatable)
+            return self._run_in_thread(function, where, action, repeatable=repeatable)
         left, before = self._left.get(function, _TRIAL), GeneratorStates()
         if left == 0 and repeatable and before.is_complete:
             try:
                 result = action(None)
             except BaseException as problem:
-                if not before.changed() or not isinstance(problem, Exception):
+                if not before.drawn() or not isinstance(problem, Exception):
                     before.restore()
                     raise
             else:
-                if not before.changed():
+                if not before.drawn():
                     return result
             before.restore()
             left = self._left[function] = _DRAWS
         try:
-            seeds = Seeds(self._key(*where), max(0, left))
+            seeds = Seeds(self._key(where), max(0, left))
             before.prepare()
             result = action(seeds)
-            if before.lacks_torch and repeatable:  # the function has imported torch and may have drawn from it unseeded
-                before.add_torch()
-                seeds = Seeds(self._key(*where), max(0, left))
+            if before.torch is None and repeatable and _torch_generator() is not None:
+                before.torch = _torch_state()  # the function has imported torch and may have drawn from it unseeded
+                seeds = Seeds(self._key(where), max(0, left))
                 result = action(seeds)
             seeds.look()
         finally:
@@ -129,19 +128,14 @@ class Generators:
         return result
 
     def _run_in_thread(
-        self,
-        function: Hashable,
-        where: tuple[str, int, int],
-        action: Callable[[Seeds | None], T],
-        drawing: set[Hashable],
-        *,
-        repeatable: bool,
+        self, function: Hashable, where: tuple[str, int, int], action: Callable[[Seeds | None], T], *, repeatable: bool
     ) -> T:
         """Return the result of ``action``. Draws from torch's generator are replaced by draws of this thread's.
 
         Replacing them costs some time for every function of torch, and is only done for functions that draw.
         """
-        before = GeneratorStates()
+        before, drawing = GeneratorStates(), self._drawing
+        assert drawing is not None
         if function not in drawing:
             result = action(None)
             drawn = before.drawn()
@@ -152,8 +146,10 @@ class Generators:
             if not repeatable:
                 return result
             before = GeneratorStates()
-        with ThreadSeeds(self._key(*where)) as own:
-            result = action(own)
+        torch: Any = sys.modules["torch"]
+        generator = torch.Generator()
+        with _thread_mode()(generator):
+            result = action(ThreadSeeds(self._key(where), generator))
         self._warn_of(function, before.drawn())
         return result
 
@@ -170,14 +166,14 @@ class Generators:
                 min(drawn), getattr(function, "call", function),
             )  # fmt: skip
 
-    def _key(self, purpose: str, number: int, epoch: int) -> npt.NDArray[np.uint64]:
-        where = (purpose, number, epoch)
-        if where not in self._keys:
-            own = derive(self._seed, epoch, purpose, self._path, words=1)
-            self._keys = {where: derive(self._base, int(own[0]), purpose, number, words=2)} | (
-                self._keys if len(self._keys) < 64 else {}
-            )
-        return self._keys[where]
+    def _key(self, where: tuple[str, int, int]) -> npt.NDArray[np.uint64]:
+        return _key_of(self._seed, self._base, self._path, *where)
+
+
+@lru_cache(maxsize=64)
+def _key_of(seed: int, base: int, path: int, purpose: str, number: int, epoch: int) -> npt.NDArray[np.uint64]:
+    own = derive(seed, epoch, purpose, path, words=1)
+    return derive(base, int(own[0]), purpose, number, words=2)
 
 
 def torch_generator(source: np.random.Philox) -> Any:
@@ -198,20 +194,11 @@ def _scrambled(numbers: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
 
 
 class ThreadSeeds(Seeds):
-    """Seeds of torch's draws in one thread: they are taken from a generator of the thread, as long as it is active."""
+    """Seeds of torch's draws in one thread, which ``_thread_mode`` takes from a generator of the thread."""
 
-    def __init__(self, key: npt.NDArray[np.uint64]) -> None:
+    def __init__(self, key: npt.NDArray[np.uint64], generator: Any) -> None:
         super().__init__(key, 0)
-        torch: Any = sys.modules["torch"]
-        self._generator = torch.Generator()
-        self._mode = _thread_mode()(self._generator)
-
-    def __enter__(self) -> ThreadSeeds:
-        self._mode.__enter__()
-        return self
-
-    def __exit__(self, *problem: object) -> None:
-        self._mode.__exit__(*problem)
+        self._generator = generator
 
     def set(self, seed: int) -> None:
         """Seed the generator of the thread for the next call."""
@@ -226,7 +213,7 @@ def _thread_mode() -> Any:
         "_sample_dirichlet _standard_gamma bernoulli binomial multinomial normal poisson rand randint randn randperm"
     )
     methods = "bernoulli bernoulli_ cauchy_ exponential_ geometric_ log_normal_ multinomial normal_ random_ uniform_"
-    draws = {getattr(torch, name) for name in (*names.split(), "randperm")}
+    draws = {getattr(torch, name) for name in names.split()}
     draws |= {getattr(torch.Tensor, name) for name in methods.split()}
     others = {
         getattr(torch, name): name
@@ -264,7 +251,7 @@ class GeneratorStates:
 
     def __init__(self) -> None:
         self._python = random.getstate()
-        self._torch = _torch_state()
+        self.torch = _torch_state()
         self._generator = np.random.get_bit_generator()  # type: ignore[attr-defined]
         self._words = _words(self._generator)
         self._numpy: Any = None
@@ -277,27 +264,15 @@ class GeneratorStates:
 
     @property
     def is_complete(self) -> bool:
-        """True if ``changed`` detects every draw. A cached normal number can be taken undetected."""
+        """True if ``drawn`` detects every draw. A cached normal number can be taken undetected."""
         return self._numpy is None
-
-    @property
-    def lacks_torch(self) -> bool:
-        """True if torch was imported since."""
-        return self._torch is None and _torch_generator() is not None
-
-    def add_torch(self) -> None:
-        self._torch = _torch_state()
-
-    def changed(self) -> bool:
-        """Return True if something was drawn since."""
-        return bool(self.drawn())
 
     def drawn(self) -> frozenset[str]:
         """Return the generators from which something was drawn since."""
         found = {
             "numpy.random": _words(np.random.get_bit_generator()) != self._words,  # type: ignore[attr-defined]
             "random": _brief(random.getstate()) != _brief(self._python),
-            "torch": _bytes(_torch_state()) != _bytes(self._torch),
+            "torch": _bytes(_torch_state()) != _bytes(self.torch),
         }
         return frozenset(name for name, changed in found.items() if changed)
 
@@ -316,8 +291,8 @@ class GeneratorStates:
             np.random.seed(0)  # drops a cached normal number
             with self._generator.lock:
                 ctypes.memmove(self._generator.ctypes.state_address, self._words, _STATE_BYTES)
-        if self._torch is not None:
-            _torch_generator().set_state(self._torch)
+        if self.torch is not None:
+            _torch_generator().set_state(self.torch)
 
 
 def _words(generator: Any) -> bytes | None:
