@@ -233,15 +233,15 @@ def shifted(labels: Values, segments: Values | None, ignored: int | float = IGNO
 def _token_columns(columns: Mapping[str, Any], tokens: Sequence[str] | None) -> list[str]:
     """Return the names of the columns with a value for each token, and check that they have one shape."""
     if tokens is None:
-        varlen = np.ndim(columns.get("segment_ids", 0)) == 1
-        arrays = {n: c for n, c in columns.items() if isinstance(c, np.ndarray) and n not in BOUNDS}
-        if varlen:
-            total = len(columns["segment_ids"])
-            tokens = [n for n, c in arrays.items() if c.shape == (total,) and c.dtype.kind in "biuf"]
-            if total == len(columns["cu_seqlens"]) - 1:
-                raise ValueError(f"every one of the {total} documents has one token: pass tokens= to cut().")
+        arrays = {name: column for name, column in columns.items() if isinstance(column, np.ndarray)}
+        shapes = {n: c.shape for n, c in arrays.items() if n not in BOUNDS and c.dtype.kind in "biuf"}
+        segments: Any = columns.get("segment_ids")
+        if np.ndim(segments) == 1 and len(segments) == len(columns["cu_seqlens"]) - 1:
+            raise ValueError(f"every one of the {len(segments)} documents has one token: pass tokens= to cut().")
+        if np.ndim(segments) == 1:
+            tokens = [name for name, shape in shapes.items() if shape == segments.shape]
         else:
-            tokens = [n for n, c in arrays.items() if c.ndim == 2 and c.dtype.kind in "biuf"]
+            tokens = [name for name, shape in shapes.items() if len(shape) == 2]
     if not tokens and any(isinstance(column, list) for column in columns.values()):
         raise ColumnError(
             'context parallelism: the rows of a batch have different lengths. Pass loader(layout="padded") or '

@@ -17,7 +17,7 @@ from midepoch.errors import ColumnError, MapError
 from midepoch.transforms.batch import Batch, check_columns
 from midepoch.transforms.context import ContextSlice, pad_for, room, round_up
 from midepoch.transforms.formats import Allocate, present
-from midepoch.transforms.lists import Int64Array, NumberLists
+from midepoch.transforms.lists import NumberLists
 
 LAYOUTS = ("padded", "varlen")
 MASK = "attention_mask"
@@ -93,7 +93,13 @@ class Layout:
             matches = each.typed or (len(batch) > 0 and np.array_equal(each.lengths, first.lengths))
             if name != self.column and not matches:
                 continue
-            self._check_lengths(name, each.lengths, first.lengths, batch.rows)
+            if different := np.flatnonzero(each.lengths != first.lengths).tolist():
+                bad = different[0]
+                raise MapError(
+                    f"{self.kind} layout: column {name!r} has {each.lengths[bad]} numbers in row {batch.rows[bad]} of "
+                    f"the dataset, but {self.column!r} has {first.lengths[bad]}. Lists of numbers need one for each "
+                    f"token. Remove the column, or leave it as it is with pad_values={{{name!r}: None}}."
+                )
             tokens[name] = each
         if unused := [name for name, _ in self.pads if name not in tokens]:
             raise ColumnError(
@@ -102,18 +108,9 @@ class Layout:
             )
         return tokens
 
-    def _check_lengths(self, name: str, lengths: Int64Array, expected: Int64Array, rows: Int64Array) -> None:
-        if different := np.flatnonzero(lengths != expected).tolist():
-            bad = different[0]
-            raise MapError(
-                f"{self.kind} layout: column {name!r} has {lengths[bad]} numbers in row {rows[bad]} of the dataset, "
-                f"but {self.column!r} has {expected[bad]}. Lists of numbers need one for each token. Remove the "
-                f"column, or leave it as it is with pad_values={{{name!r}: None}}."
-            )
-
-    def _room(self, length: int, by_document: bool = False) -> int:
+    def _room(self, length: int) -> int:
         context = 1 if self.context is None else self.context.multiple()
-        return int(length if by_document else round_up(length, lcm(self.multiple, context)))
+        return int(round_up(length, lcm(self.multiple, context)))
 
     def _padded(self, tokens: dict[str, NumberLists], allocate: Allocate | None) -> dict[str, Any]:
         lengths = tokens[self.column].lengths
@@ -136,7 +133,8 @@ class Layout:
         bounds = np.append(0, np.cumsum(lengths))
         total = int(bounds[-1])
         # Documents that the context parallel layout pads themselves are padded there, and the total after them.
-        size = self._room(total, by_document=self.context is not None and self.context.layout == "per_document")
+        by_document = self.context is not None and self.context.layout == "per_document"
+        size = total if by_document else self._room(total)
         columns: dict[str, Any] = {}
         for name, each in tokens.items():
             columns[name] = out = room((size,), each.values.dtype, allocate)
