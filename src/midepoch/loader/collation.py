@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-import pyarrow as pa
 
 from midepoch.errors import MapError
 from midepoch.loader.options import PADDING, Options
@@ -16,6 +15,7 @@ from midepoch.loader.provenance import PACKED, DocumentIds, RowsAhead, check_nam
 from midepoch.pipeline.chunk import Bunches, Items, RowRefs, materialize
 from midepoch.pipeline.spec import PipelineSpec
 from midepoch.transforms import Batch, finish, present, present_rows
+from midepoch.transforms.arrow_values import as_arrow
 from midepoch.transforms.formats import ITEMS, Allocate, as_tensor, can_repeat
 from midepoch.transforms.generators import Generators, Seeds
 from midepoch.transforms.provenance import DOCUMENTS, DocumentTable
@@ -100,9 +100,7 @@ def marked(batch: Batch, padding: npt.NDArray[np.bool_]) -> Batch:
         raise MapError(
             f'a map created a column {PADDING!r}, which last_batch="pad" adds to mark padding rows. Rename it.'
         )
-    bits = np.packbits(padding, bitorder="little")  # pa.array would import pandas: 0.6 s
-    mark = pa.Array.from_buffers(pa.bool_(), len(batch), [None, pa.py_buffer(bits.tobytes())])
-    return batch.with_columns({**batch.columns, PADDING: mark})
+    return batch.with_columns({**batch.columns, PADDING: as_arrow(padding)})
 
 
 def named(batch: Batch, kind: str, options: Options) -> Batch:

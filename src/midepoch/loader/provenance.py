@@ -13,8 +13,9 @@ from midepoch.pipeline.leaf import Leaf
 from midepoch.pipeline.node import Mix, Node
 from midepoch.pipeline.spec import PipelineSpec
 from midepoch.transforms import Batch
+from midepoch.transforms.arrow_values import as_arrow
 from midepoch.transforms.formats import as_tensor
-from midepoch.transforms.packing import PackSpec, arrow_values
+from midepoch.transforms.packing import PackSpec
 from midepoch.transforms.provenance import (
     BOUNDS,
     DOCUMENTS,
@@ -62,9 +63,9 @@ def with_columns(batch: Batch, kind: str) -> Batch:
     """Return a batch with the columns of provenance: for formats in which each row has a value of its own."""
     check_names(batch.columns, kind)
     if kind == ROWS:
-        columns = {name: arrow_values(values) for name, values in batch.traced.arrays(packed=False).items()}
+        columns = {name: as_arrow(values) for name, values in batch.traced.arrays(packed=False).items()}
     else:
-        arrays = {name: arrow_values(values) for name, values in batch.traced.arrays(packed=True).items()}
+        arrays = {name: as_arrow(values) for name, values in batch.traced.arrays(packed=True).items()}
         bounds = arrays.pop(BOUNDS)
         pieces = pa.StructArray.from_arrays(list(arrays.values()), names=list(arrays))
         columns = {DOCUMENTS: pa.ListArray.from_arrays(bounds, pieces)}

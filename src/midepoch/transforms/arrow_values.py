@@ -13,11 +13,12 @@ Values are read from the buffers and not with ``Array.to_numpy``, which imports 
 from __future__ import annotations
 
 import copyreg
-from functools import lru_cache
+from functools import cache, lru_cache
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.types as pt
 
@@ -117,7 +118,7 @@ def _nested(column: pa.Array) -> pa.Array:
     if kind.permutation:
         places = np.arange(len(values)).reshape(len(column), *shape)
         places = places.transpose(0, *(place + 1 for place in kind.permutation)).reshape(-1)
-        values = values.take(pa.Array.from_buffers(pa.int64(), len(places), [None, pa.py_buffer(places.copy())]))
+        values = values.take(as_arrow(places.copy()))
         shape = [shape[place] for place in kind.permutation]
     for size in reversed(shape[1:]):
         values = pa.FixedSizeListArray.from_arrays(values, size)
@@ -155,6 +156,17 @@ def flat_numbers(column: pa.Array) -> Any:
     if pt.is_boolean(column.type):
         return _bits(column.buffers()[1], column).astype(bool) if len(column) else np.empty(0, bool)
     return _view(column) if is_number(column.type) else column.to_numpy(zero_copy_only=False)
+
+
+def as_arrow(values: npt.NDArray[Any]) -> pa.Array:
+    """Return numbers as an Arrow array. Nothing is copied but booleans. (pa.array would import pandas.)"""
+    if values.dtype.kind == "b":
+        bits = np.packbits(values, bitorder="little")
+        return pa.Array.from_buffers(pa.bool_(), len(values), [None, pa.py_buffer(bits)])
+    return pa.Array.from_buffers(_arrow_type(values.dtype), len(values), [None, pa.py_buffer(values)])
+
+
+_arrow_type = cache(pa.from_numpy_dtype)
 
 
 def _view(column: pa.Array) -> Any:

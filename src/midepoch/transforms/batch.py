@@ -63,23 +63,21 @@ class Batch:
         if start == 0 and stop >= len(self.rows):
             return self
         columns = {name: cut(column, start, stop) for name, column in self.columns.items()}
-        ordinals = None if self.ordinals is None else self.ordinals[start:stop]
-        rows, places = self.rows[start:stop], self.places[start:stop]
-        leaves = self.leaves if isinstance(self.leaves, int) else self.leaves[start:stop]
         documents = None if self.documents is None else self.documents.slice(start, min(stop, len(self)))
-        return Batch(columns, rows, places, self.owned, self.nullable, ordinals, leaves, documents)
+        return self._at(slice(start, stop), columns, self.owned, documents)
 
     def keep(self, places: Int64Array) -> Batch:
         """Return the batch with only the rows at these places."""
         columns = {name: pick(column, places) for name, column in self.columns.items()}
-        ordinals = None if self.ordinals is None else self.ordinals[places]
-        rows, kept = self.rows[places], self.places[places]
-        return Batch(columns, rows, kept, True, self.nullable, ordinals, *self._origins(places))
+        documents = None if self.documents is None else self.documents.keep(places)
+        return self._at(places, columns, True, documents)
 
-    def _origins(self, places: Int64Array) -> tuple[int | Int16Array, DocumentTable | None]:
-        """Return the sources and documents of the rows at some places."""
+    def _at(self, places: Any, columns: dict[str, Any], owned: bool, documents: DocumentTable | None) -> Batch:
+        """Return the rows at some places, given what is not one array of all rows."""
+        ordinals = None if self.ordinals is None else self.ordinals[places]
         leaves = self.leaves if isinstance(self.leaves, int) else self.leaves[places]
-        return leaves, None if self.documents is None else self.documents.keep(places)
+        rows, kept = self.rows[places], self.places[places]
+        return Batch(columns, rows, kept, owned, self.nullable, ordinals, leaves, documents)
 
     def with_ordinals(self, number: int) -> Batch:
         """Return the rows with ordinals that distinguish them from rows of another source. 0 changes nothing."""
@@ -97,7 +95,8 @@ class Batch:
         ordinals = np.arange(len(parents), dtype=np.int64) - first
         if self.ordinals is not None:
             ordinals = with_ordinals(self.ordinals[parents], ordinals + 1)  # 0 would leave some ordinals unchanged
-        return Batch(columns, self.rows[parents], self.places[parents], False, {}, ordinals, *self._origins(parents))
+        documents = None if self.documents is None else self.documents.keep(parents)
+        return replace(self._at(parents, columns, False, documents), nullable={}, ordinals=ordinals)
 
 
 def _bytes_of(column: Any) -> int:
@@ -152,12 +151,7 @@ def _join_leaves(parts: Sequence[Batch]) -> int | Int16Array:
     first = parts[0].leaves
     if isinstance(first, int) and all(isinstance(part.leaves, int) and part.leaves == first for part in parts):
         return first
-    found = np.empty(sum(map(len, parts)), np.int16)
-    at = 0
-    for part in parts:
-        found[at : at + len(part)] = part.leaves
-        at += len(part)
-    return found
+    return np.concatenate([np.broadcast_to(np.asarray(part.leaves, np.int16), len(part)) for part in parts])
 
 
 def _join_documents(parts: Sequence[Batch]) -> DocumentTable | None:
@@ -168,26 +162,17 @@ def _join_documents(parts: Sequence[Batch]) -> DocumentTable | None:
 
 def alike(batches: Sequence[Batch]) -> bool:
     """Return True if the columns of several batches have the same kinds, so that joining them changes no value."""
-    found = [batch for batch in batches if len(batch)]
-    names = {name for batch in found for name in batch.columns}
-    return all(_one_kind([batch.columns[name] for batch in found if name in batch.columns]) for name in names)
+    found: dict[str, Any] = {}
+    kinds = ((name, _kind(column)) for batch in batches if len(batch) for name, column in batch.columns.items())
+    return all(found.setdefault(name, kind) == kind for name, kind in kinds)
 
 
-def _one_kind(columns: Sequence[Any]) -> bool:
-    first = columns[0]
-    if isinstance(first, pa.Array):
-        return all(isinstance(column, pa.Array) and column.type == first.type for column in columns)
-    if isinstance(first, list):
-        return all(isinstance(column, list) for column in columns)
-    if isinstance(first, dict):
-        same = all(isinstance(column, dict) and column.keys() == first.keys() for column in columns)
-        return same and all(_one_kind([column[key] for column in columns]) for key in first)
-    return all(
-        type(column) is type(first)
-        and getattr(column, "dtype", None) == getattr(first, "dtype", None)
-        and getattr(column, "shape", (0,))[1:] == getattr(first, "shape", (0,))[1:]
-        for column in columns
-    )
+def _kind(column: Any) -> Any:
+    if isinstance(column, dict):
+        return {name: _kind(inner) for name, inner in column.items()}
+    if isinstance(column, pa.Array):
+        return pa.Array, column.type
+    return type(column), getattr(column, "dtype", None), tuple(getattr(column, "shape", (0,))[1:])
 
 
 def join_columns(name: str, parts: Sequence[Any]) -> Any:

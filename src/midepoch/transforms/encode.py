@@ -12,6 +12,7 @@ import numpy as np
 import pyarrow as pa
 
 from midepoch.errors import MapError
+from midepoch.transforms.arrow_values import as_arrow
 from midepoch.transforms.map import TableColumns
 
 
@@ -129,5 +130,4 @@ def lists_of(rows: list[list[int]]) -> pa.Array:
     lengths = np.fromiter(map(len, rows), dtype=np.int64, count=len(rows))
     np.cumsum(lengths, out=offsets[1:])
     values = np.fromiter(chain.from_iterable(rows), dtype=np.int32, count=int(offsets[-1]))
-    arrays = [pa.Array.from_buffers(pa.int32(), len(each), [None, pa.py_buffer(each)]) for each in (offsets, values)]
-    return pa.ListArray.from_arrays(*arrays)
+    return pa.ListArray.from_arrays(as_arrow(offsets), as_arrow(values))

@@ -15,7 +15,7 @@ import pyarrow as pa
 from midepoch.errors import ColumnError, MapError
 from midepoch.sources.dictionaries import taken
 from midepoch.sources.filters import Filter, comparable
-from midepoch.transforms.arrow_values import flat_numbers
+from midepoch.transforms.arrow_values import as_arrow, flat_numbers
 from midepoch.transforms.batch import Batch, join
 from midepoch.transforms.formats import arrow_column, present, present_rows
 from midepoch.transforms.function import Function, RunContext
@@ -86,8 +86,7 @@ class FilterExpression:
             parts = [np.flatnonzero(mask[a:b]) for a, b in pairwise(ends)]
             return join([batch.keep(kept) for batch, kept in zip(batches, parts, strict=True)])
         kept = np.flatnonzero(mask)
-        bits = pa.py_buffer(np.packbits(mask, bitorder="little"))
-        chosen = pa.Array.from_buffers(pa.bool_(), len(mask), [None, bits])
+        chosen = as_arrow(mask)
         columns = {name: _filtered(column, chosen, kept) for name, column in arrays.items()}
         rows, places = (np.concatenate(both)[kept] for both in zip(*((b.rows, b.places) for b in batches), strict=True))
         return Batch(columns, rows, places, True, batches[0].nullable)

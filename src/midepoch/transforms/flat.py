@@ -10,10 +10,11 @@ import numpy as np
 import pyarrow as pa
 
 from midepoch.errors import ColumnError, MapError
-from midepoch.transforms.arrow_values import flat_numbers, is_list, plain_array
+from midepoch.transforms.arrow_values import as_arrow, flat_numbers, is_list, plain_array
 from midepoch.transforms.batch import Batch, check_columns, pick
 from midepoch.transforms.features import Encoded
 from midepoch.transforms.function import Function, RunContext
+from midepoch.transforms.map import check_same
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,11 +29,7 @@ class FlatMap(Function):
         given = self.given(batch)
         for i, made in self.seeded(given, run, lambda run: self.on_rows(given, run)):
             for row in made:
-                if rows and row.keys() != rows[0].keys():
-                    raise MapError(
-                        f"{self.call} returned columns {sorted(row)} for row {batch.rows[i]} of the dataset but "
-                        f"{sorted(rows[0])} before. Return the same columns for every row"
-                    )
+                check_same(self.call, row, rows, int(batch.rows[i]))
                 rows.append(row)
                 parents.append(i)
         names = list(rows[0]) if rows else []
@@ -120,8 +117,7 @@ def _listed(column: Any, count: int) -> Any:
     if isinstance(column, Encoded):
         return [column.decode("python")]
     if isinstance(column, pa.Array):
-        offsets = pa.Array.from_buffers(pa.int64(), 2, [None, pa.py_buffer(np.array([0, count], np.int64))])
-        return pa.LargeListArray.from_arrays(offsets, plain_array(column))
+        return pa.LargeListArray.from_arrays(as_arrow(np.array([0, count])), plain_array(column))
     if isinstance(column, np.ndarray) and column.dtype != object:
         return column[None]
     return [list(column)]

@@ -91,13 +91,9 @@ def present_rows(batch: Batch, kind: str) -> list[Any]:
     if kind == ITEMS and list(batch.columns) == [ITEM]:
         return _python(ITEM, batch.columns[ITEM], batch)
     if kind not in ("python", ITEMS):
-        columns = {
-            name: [_single(value) for value in column] if isinstance(column, (list, tuple)) else column
-            for name, column in batch.columns.items()
-        }
-        made = {name for name, column in columns.items() if isinstance(column, list)}
-        read = present(batch.with_columns({n: c for n, c in columns.items() if n not in made}), kind)
-        shown = {name: columns[name] if name in made else read[name] for name in columns}
+        made = {name: column for name, column in batch.columns.items() if isinstance(column, (list, tuple))}
+        read = present(batch.with_columns({n: c for n, c in batch.columns.items() if n not in made}), kind)
+        shown = {n: [_single(value) for value in made[n]] if n in made else read[n] for n in batch.columns}
         return as_rows(finish(shown, kind), len(batch))
     return as_rows(present(batch, "python"), len(batch))
 
@@ -147,10 +143,10 @@ def _single(value: Any) -> Any:
     """Return one value of a map, as a numpy array or scalar if it is numeric."""
     if isinstance(value, (bool, int, float, np.generic)):
         return np.asarray(value)[()]
-    return _numbers(value) if isinstance(value, (list, tuple)) else value
+    return array_of(value) if isinstance(value, (list, tuple)) else value
 
 
-def _numbers(value: Any) -> Any:
+def array_of(value: Any) -> Any:
     """Return a list of numbers as an array, anything else unchanged."""
     try:
         array = np.asarray(value)
@@ -197,7 +193,10 @@ def _checked(name: str, column: pa.Array, batch: Batch, convert: Callable[[pa.Ar
     try:
         return convert(column)
     except OverflowError as problem:
-        raise _too_far(name, problem) from None
+        raise ColumnError(
+            f"column {name!r} has a time that Python cannot represent ({problem}). Leave the column out, or use "
+            'with_format("numpy") or with_format("arrow").'
+        ) from None
     except (UnicodeDecodeError, pa.ArrowException) as problem:
         bad = next((i for i in range(len(column)) if not readable(column.slice(i, 1))), 0)
         raise _unreadable(name, int(batch.rows[bad]), problem) from None
@@ -211,13 +210,6 @@ def _decoded(name: str, column: Encoded, kind: str, batch: Batch) -> Any:
             raise
         bad = next((i for i in range(len(column)) if not column.decodes(i)), 0)
         raise _unreadable(name, int(batch.rows[bad]), problem) from problem
-
-
-def _too_far(name: str, problem: OverflowError) -> ColumnError:
-    return ColumnError(
-        f"column {name!r} has a time that Python cannot represent ({problem}). Leave the column out, or use "
-        'with_format("numpy") or with_format("arrow").'
-    )
 
 
 class UnreadableError(CorruptBlockError):
@@ -288,7 +280,7 @@ def _stack(values: Any, kind: str, allocate: Allocate | None = None) -> Any:
     if isinstance(first, (bool, int, float, complex, np.generic)):
         return _stack_numbers(values, kind)
     if isinstance(first, (list, tuple)):
-        values = [_numbers(value) for value in values]
+        values = [array_of(value) for value in values]
     elif hasattr(first, "__array__"):
         values = [value if value is None else np.asarray(value) for value in values]
     arrays = [value for value in values if isinstance(value, np.ndarray)]

@@ -191,8 +191,8 @@ class Function:
     def failed(self, problem: Exception, run: RunContext, rows: list[int]) -> None:
         """Count and log rows on which the function failed, or raise MapError, which names them."""
         which = f"row {rows[0]}" if len(rows) == 1 else f"rows {rows[0]} … {rows[-1]} (a group of {len(rows)})"
-        where = f"{which} of the dataset ({run.place(rows[0])})"
-        failed(f"{self.call} failed on {where}", self.on_error, problem, run, len(rows))
+        what = f"{self.call} failed on {which} of the dataset ({run.place(rows[0])})"
+        failed(what, self.on_error, problem, run, len(rows))
 
 
 def failed(what: str, on_error: str, problem: Exception, run: RunContext, rows: int) -> None:

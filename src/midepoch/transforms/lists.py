@@ -13,6 +13,7 @@ from midepoch._internal.values import loaded
 from midepoch.errors import ColumnError, MapError
 from midepoch.transforms.arrow_values import flat_numbers, is_list, is_number, items
 from midepoch.transforms.features import Encoded
+from midepoch.transforms.formats import array_of
 
 Int64Array = npt.NDArray[np.int64]
 Values = npt.NDArray[Any]
@@ -108,20 +109,8 @@ def _numbers(value: Any) -> Values | None:
     """Return the numbers of one row, or None for anything else."""
     if value is None or (isinstance(value, (list, tuple)) and not value):
         return _EMPTY
-    if isinstance(value, (list, tuple)):
-        if not isinstance(value[0], (bool, int, float, np.number, np.bool_)):
-            return None
-        try:
-            array = np.asarray(value)
-        except ValueError:  # ragged
-            return None
-        if array.dtype.kind == "f" and all(type(number) is int for number in value):
-            return None  # too large for numpy's integers: floats would change the values
-    elif isinstance(value, np.ndarray):
-        array = value
-    else:
-        return None
-    return array if array.ndim == 1 and array.dtype.kind in "biuf" else None
+    array = array_of(value) if isinstance(value, (list, tuple)) else value
+    return array if isinstance(array, np.ndarray) and array.ndim == 1 and array.dtype.kind in "biuf" else None
 
 
 def _from_torch(name: str, value: Any, dimensions: int, advice: str) -> Any:

@@ -149,7 +149,7 @@ class Map(Function):
         kept: list[int] = []
         collected = None if run.collect is None else Collected(run.collect, len(given))
         for i, result in self.on_rows(given, run, None if collected is None else collected.take):
-            self._check_same(result, results, int(given.rows[i]))
+            check_same(self.call, result, results, int(given.rows[i]))
             results.append(result)
             kept.append(i)
         columns = {name: [result[name] for result in results] for name in (results[0] if results else ())}
@@ -164,7 +164,7 @@ class Map(Function):
         for start, stop, result in self.on_groups(given, run):
             count = stop - start if self.one_to_one else next(iter(_lengths(result).values()), 0)
             if count:
-                self._check_same(result, parts, int(given.rows[start]))
+                check_same(self.call, result, parts, int(given.rows[start]))
                 parts.append(result)
                 places += range(start, stop) if self.one_to_one else [start] * count
         columns = {name: join_columns(name, [part[name] for part in parts]) for name in (parts[0] if parts else ())}
@@ -195,19 +195,6 @@ class Map(Function):
             raise MapError(f"the returned columns have different lengths: {lengths}")
         return columns
 
-    def _check_same(self, result: Mapping[str, Any], before: Sequence[Mapping[str, Any]], row: int) -> None:
-        """Raise MapError if the columns differ from those before. Such rows are never skipped: which of the two is
-        wrong would depend on their order.
-        """
-        if not before or (type(result) is type(before[0]) and result.keys() == before[0].keys()):
-            return
-        if result.keys() != before[0].keys() or (result and _is_table(result) != _is_table(before[0])):
-            raise DifferentColumnsError(
-                f"map({self.name}) returned {_described(result)} for row {row} of the dataset but "
-                f"{_described(before[0])} for a row before. Return the same columns for every row, or leave rows out "
-                "with filter()"
-            )
-
 
 class TableColumns(dict[str, Any]):
     """Columns of an Arrow table that a function returned. They replace all columns of its rows."""
@@ -220,6 +207,19 @@ class TableColumns(dict[str, Any]):
         if table.num_rows != 1:
             raise MapError(f"a function of one row must return a table of one row, it returned {table.num_rows} rows")
         return TableColumns(table.to_pylist()[0])
+
+
+def check_same(call: str, result: Mapping[str, Any], before: Sequence[Mapping[str, Any]], row: int) -> None:
+    """Raise MapError if the columns differ from those before. Such rows are never skipped: which of the two is wrong
+    would depend on their order.
+    """
+    if not before or (type(result) is type(before[0]) and result.keys() == before[0].keys()):
+        return
+    if result.keys() != before[0].keys() or (result and _is_table(result) != _is_table(before[0])):
+        raise DifferentColumnsError(
+            f"{call} returned {_described(result)} for row {row} of the dataset but {_described(before[0])} for a row "
+            "before. Return the same columns for every row, or leave rows out with filter()"
+        )
 
 
 def _is_table(result: Mapping[str, Any]) -> bool:

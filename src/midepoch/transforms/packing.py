@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache, cached_property, partial
-from typing import Any, NamedTuple
+from functools import cached_property, partial
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -20,6 +20,7 @@ from midepoch._native import best_fit as fitted
 from midepoch._native import copy_ranges, fill_ranges, number_concatenated, number_ranges
 from midepoch.errors import ColumnError, MapError
 from midepoch.order.schedule import Schedule
+from midepoch.transforms.arrow_values import as_arrow
 from midepoch.transforms.batch import check_columns
 from midepoch.transforms.lists import Int64Array, NumberLists, Values, of_two_types
 from midepoch.transforms.provenance import Pieces, sorted_pieces
@@ -109,8 +110,8 @@ class Documents:
             _check_fits(name, lists.values, [pad, *([spec.eos] if name == spec.column else masked)])
             found[name] = lists
         lengths = found[spec.column].lengths
-        for name, lists in found.items():
-            if not np.array_equal(lists.lengths, lengths):
+        for name in spec.extra:
+            if not np.array_equal(found[name].lengths, lengths):
                 raise MapError(f"pack: columns {spec.column!r} and {name!r} are not equally long in every row.")
         values = {name: lists.values for name, lists in found.items()}
         if spec.eos is None:
@@ -208,20 +209,12 @@ def _add_labels(columns: dict[str, Any], spec: PackSpec) -> None:
         columns[LABELS][columns["position_ids"] == 0] = IGNORED
 
 
-class Fitted(NamedTuple):
-    """Packed sequences: their columns, the number of the first document of each, and the number of packed tokens.
+def best_fit(documents: Documents, spec: PackSpec) -> tuple[dict[str, Any], Int64Array, int, Callable[[], Pieces]]:
+    """Pack all documents by best-fit-decreasing. Documents that are too long are split first.
 
-    ``pieces``: returns those of documents.
+    Return the columns of the sequences, the number of the first document of each, the number of packed tokens, and a
+    function that returns the pieces of documents.
     """
-
-    columns: dict[str, Any]
-    first: Int64Array
-    tokens: int
-    pieces: Callable[[], Pieces]
-
-
-def best_fit(documents: Documents, spec: PackSpec) -> Fitted:
-    """Pack all documents by best-fit-decreasing. Documents that are too long are split first."""
     length, lengths = spec.length, documents.lengths
     counts = -(-lengths // length)
     owners = np.repeat(np.arange(len(lengths)), counts)
@@ -260,7 +253,7 @@ def best_fit(documents: Documents, spec: PackSpec) -> Fitted:
         columns["cu_seqlens"] = _edges(rows[order], offsets[order], length - rooms)
     _add_labels(columns, spec)
     pieces = partial(sorted_pieces, rows, numbers, owners, into, sizes)
-    return Fitted(_as_arrow(columns, length), owners[numbers == 1], int(sizes.sum()), pieces)
+    return _as_arrow(columns, length), owners[numbers == 1], int(sizes.sum()), pieces
 
 
 def _edges(rows: Int64Array, starts: Int64Array, stops: Int64Array) -> pa.Array:
@@ -269,25 +262,12 @@ def _edges(rows: Int64Array, starts: Int64Array, stops: Int64Array) -> pa.Array:
     bounds = np.empty(ends[-1] if len(ends) else 0, np.int32)
     bounds[np.arange(len(rows)) + rows] = starts
     bounds[ends - 1] = stops
-    return pa.ListArray.from_arrays(arrow_values(np.append(0, ends).astype(np.int32)), arrow_values(bounds))
+    return pa.ListArray.from_arrays(as_arrow(np.append(0, ends).astype(np.int32)), as_arrow(bounds))
 
 
 def _as_arrow(columns: dict[str, Any], length: int) -> dict[str, pa.Array]:
     """Return sequences as Arrow columns, like those that are read from files. Nothing is copied."""
     return {
-        name: values
-        if isinstance(values, pa.Array)
-        else pa.FixedSizeListArray.from_arrays(arrow_values(values), length)
+        name: values if isinstance(values, pa.Array) else pa.FixedSizeListArray.from_arrays(as_arrow(values), length)
         for name, values in columns.items()
     }
-
-
-def arrow_values(values: Values) -> pa.Array:
-    """Return numbers as an Arrow array. Nothing is copied. (pa.array would import pandas.)"""
-    if values.dtype.kind == "b":
-        bits = np.packbits(values, bitorder="little")
-        return pa.Array.from_buffers(pa.bool_(), len(values), [None, pa.py_buffer(bits)])
-    return pa.Array.from_buffers(_arrow_type(values.dtype), len(values), [None, pa.py_buffer(values)])
-
-
-_arrow_type = cache(pa.from_numpy_dtype)
