@@ -21,13 +21,14 @@ class _Blocks:
     of these methods.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, held: int) -> None:
         self.free: deque[npt.NDArray[np.uint8]] = deque()
+        self._held = held  # not the global, which may be gone at exit
 
     def give(self, block: npt.NDArray[np.uint8]) -> None:
         self.free.append(block)
         try:
-            while sum(map(len, self.free.copy())) > _HELD:
+            while sum(map(len, self.free.copy())) > self._held:
                 self.free.popleft()
         except IndexError:  # another thread took the last one
             pass
@@ -45,7 +46,7 @@ class _Blocks:
         return np.empty((size // step + 1) * step, np.uint8)
 
 
-_blocks = _Blocks()
+_blocks = _Blocks(_HELD)
 
 
 class _Lease:
