@@ -70,29 +70,25 @@ def from_hf(
 
 def _chosen(dataset: Any, split: str | None) -> Any:
     """Return one Dataset of datasets, with the rows of the split."""
-    package, kind = type(dataset).__module__.partition(".")[0], type(dataset).__name__
-    names = [each.__name__ for each in type(dataset).__mro__]
-    if package == "midepoch" or not {"Dataset", "DatasetDict", "IterableDataset", "IterableDatasetDict"} & set(names):
-        raise TypeError(instead("from_hf", "a datasets.Dataset or DatasetDict", dataset))
-    if "IterableDataset" in names or "IterableDatasetDict" in names:
+    kind, names = type(dataset).__name__, {each.__name__ for each in type(dataset).__mro__}
+    is_own = type(dataset).__module__.partition(".")[0] == "midepoch"
+    if not is_own and names & {"IterableDataset", "IterableDatasetDict"}:
         raise TypeError(
             f"from_hf takes a datasets.Dataset, got {kind}, whose rows cannot be read by number. Load it without "
             "streaming=True, or read the files in place: midepoch.from_files('hf://datasets/…')."
         )
-    if "DatasetDict" not in names:
-        if not hasattr(dataset, "_indices") or not hasattr(dataset, "data"):
-            raise TypeError(instead("from_hf", "a datasets.Dataset or DatasetDict", dataset))
-        splits: Mapping[str, Any] = {part.split: dataset for part in parse_split(split)} if split else {"": dataset}
-        if len(splits) > 1:
-            raise DataNotFoundError(
-                f"from_hf: split={split!r} names several splits, but this is one dataset. Pass its DatasetDict."
-            )
-    else:
-        splits = dict(dataset)
-        if split is None:
-            raise ValueError(f"the DatasetDict contains the splits {', '.join(splits)}. Choose one with split=…")
-    if split is None:
+    is_single = "Dataset" in names and hasattr(dataset, "_indices") and hasattr(dataset, "data")
+    if is_own or not (is_single or "DatasetDict" in names):
+        raise TypeError(instead("from_hf", "a datasets.Dataset or DatasetDict", dataset))
+    if split is None and is_single:
         return dataset
+    if split is None:
+        raise ValueError(f"the DatasetDict contains the splits {', '.join(dataset)}. Choose one with split=…")
+    splits = {part.split: dataset for part in parse_split(split)} if is_single else dict(dataset)
+    if is_single and len(splits) > 1:
+        raise DataNotFoundError(
+            f"from_hf: split={split!r} names several splits, but this is one dataset. Pass its DatasetDict."
+        )
     parts = expand_all(parse_split(split), list(splits))
     check_splits(parts, {key: [] for key in splits}, "the DatasetDict")
     cut = []
