@@ -29,8 +29,6 @@ Decoder = Callable[[Any, str, "Header", int], Any]
 _SCAN, _END, _EXIF = 0xDA, 0xD9, 0xE1
 _FRAMES = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}
 _ALONE = frozenset([0x01, *range(0xD0, 0xD8)])  # markers without a length
-_LONG = 4
-_ORIENTATION = 0x0112
 
 
 class Header(NamedTuple):
@@ -60,27 +58,26 @@ def header_of(data: Any) -> Header | None:
         if marker in _FRAMES and len(body) >= 6:
             frame = ((body[3] << 8) + body[4], (body[1] << 8) + body[2], body[5], body[0])
         elif marker == _EXIF and bytes(body[:6]) == b"Exif\0\0":
-            orientation = _orientation_of_jpeg(body[6:])
+            orientation = _orientation_of_jpeg(body)
         at += 2 + length
     return None if frame is None or not frame[0] * frame[1] else Header(*frame, orientation)
 
 
-def _orientation_of_jpeg(exif: Any) -> int:
-    """Return the orientation in EXIF data, 1 if there is none."""
-    exif = bytes(exif)
-    order = {b"II": "little", b"MM": "big"}.get(exif[:2])
-    if order is None:
+def _orientation_of_jpeg(data: Any) -> int:
+    """Return the orientation in the EXIF data of a JPEG file, 1 if there is none or if it is damaged."""
+    from PIL import Image
+
+    exif = Image.Exif()
+    try:
+        exif.load(bytes(data))
+        return _orientation(exif)
+    except Exception:  # of any kind, from the bytes of the file
         return 1
 
-    def number(at: int, size: int) -> int:
-        return int.from_bytes(exif[at : at + size], order)  # type: ignore[arg-type]
 
-    start = number(4, 4)
-    for entry in range(start + 2, min(start + 2 + 12 * number(start, 2), len(exif)), 12):
-        if number(entry, 2) == _ORIENTATION:
-            value = number(entry + 8, 4 if number(entry + 2, 2) == _LONG else 2)
-            return value if 1 <= value <= 8 else 1
-    return 1
+def _orientation(exif: Any) -> int:
+    value = exif.get(0x0112, 1)
+    return value if value in range(1, 9) else 1
 
 
 def scale_for(width: int, height: int, least: tuple[int, int] | None) -> int:
@@ -218,7 +215,7 @@ class Images:
         from PIL import Image
 
         with Image.open(io.BytesIO(data)) as image:
-            orientation = _orientation(image) if header is None else header.orientation
+            orientation = _orientation(image.getexif()) if header is None else header.orientation
             if header is not None:
                 scale = self._scale(header)
                 image.draft(self.mode, (header.width // scale, header.height // scale))
@@ -282,11 +279,6 @@ def _converted(image: Any, mode: str) -> Any:
     if image.mode == "LAB":  # which Pillow does not convert to L
         image = image.convert("RGB")
     return image.convert(mode)
-
-
-def _orientation(image: Any) -> int:
-    value = image.getexif().get(0x0112, 1)
-    return value if value in range(1, 9) else 1
 
 
 def _upright(pixels: Any, orientation: int) -> Any:
