@@ -127,11 +127,8 @@ class Documents:
 
     def cut_first(self, tokens: int) -> Documents:
         """Return the documents without the first tokens of the first document, which may become empty."""
-        lengths = self.lengths.copy()
-        tokens = min(tokens, int(lengths[0]))
-        lengths[0] -= tokens
-        stored = tokens - (self.ends is not None and tokens > 0 and not lengths[0])
-        return replace(self, lengths=lengths, values={name: each[stored:] for name, each in self.values.items()})
+        rest, emptied = self.without(min(tokens, int(self.lengths[0])))
+        return replace(rest, lengths=np.append(np.zeros(emptied, np.int64), rest.lengths))
 
     def without(self, tokens: int) -> tuple[Documents, int]:
         """Drop the first tokens. Return the rest, and the number of dropped documents."""
