@@ -29,12 +29,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from midepoch._internal.recycled import empty
 from midepoch._internal.values import loaded
 from midepoch.distributed.world import context_rank
 from midepoch.errors import ColumnError, MapError
 from midepoch.transforms.arrow_values import stacked
-from midepoch.transforms.formats import Allocate
+from midepoch.transforms.formats import Allocate, room
 from midepoch.transforms.packing import IGNORED, LABELS
 
 Int64Array = npt.NDArray[np.int64]
@@ -57,12 +56,6 @@ def pad_for(name: str, dtype: np.dtype[Any], pads: Mapping[str, int | float]) ->
             "or give another value for its padding."
         )
     return value
-
-
-def room(shape: tuple[int, ...], dtype: np.dtype[Any], allocate: Allocate | None) -> Values:
-    """Return an uninitialised array, in the given memory if it has room."""
-    found = None if allocate is None else allocate(shape, dtype)
-    return empty(shape, dtype) if found is None else found
 
 
 def round_up(number: Any, multiple: int) -> Any:

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from midepoch._internal.recycled import empty
 from midepoch._internal.values import loaded
 from midepoch.errors import ColumnError, CorruptBlockError, MapError, MidepochError
 from midepoch.storage.damage import is_damage
@@ -49,6 +50,13 @@ def default_collated(rows: list[Any]) -> Any:
 
 Allocate = Callable[[tuple[int, ...], np.dtype[Any]], "np.ndarray[Any, Any] | None"]
 """Returns an uninitialised array in the memory in which a batch is sent, or None if there is no room."""
+
+
+def room(shape: tuple[int, ...], dtype: np.dtype[Any], allocate: Allocate | None) -> Any:
+    """Return an uninitialised array, in the given memory if it has room."""
+    found = None if allocate is None else allocate(shape, dtype)
+    return empty(shape, dtype) if found is None else found
+
 
 FORMATS = ("python", "numpy", "torch", "arrow", "jax")
 
@@ -325,8 +333,7 @@ def _stacked(tensors: list[Any], torch: Any, allocate: Allocate | None) -> Any:
     except (TypeError, RuntimeError):  # numpy has no bfloat16
         return torch.stack(tensors)
     shape, dtype = (len(arrays), *arrays[0].shape), arrays[0].dtype
-    room = None if allocate is None else allocate(shape, dtype)
-    out = torch.from_numpy(np.empty(shape, dtype) if room is None else room)
+    out = torch.from_numpy(room(shape, dtype, allocate))
     if all(tensor.stride(-1) == 1 for tensor in tensors):
         return torch.stack(tensors, out=out)
     np.stack(arrays, out=out.numpy())

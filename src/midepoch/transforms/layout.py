@@ -15,8 +15,8 @@ import numpy as np
 from midepoch._native import copy_ranges, fill_ranges, number_ranges
 from midepoch.errors import ColumnError, MapError
 from midepoch.transforms.batch import Batch, check_columns
-from midepoch.transforms.context import ContextSlice, pad_for, room, round_up
-from midepoch.transforms.formats import Allocate, present
+from midepoch.transforms.context import ContextSlice, pad_for, round_up
+from midepoch.transforms.formats import Allocate, present, room
 from midepoch.transforms.lists import NumberLists
 
 LAYOUTS = ("padded", "varlen")

@@ -18,7 +18,7 @@ import pyarrow as pa
 from midepoch._internal.values import loaded
 from midepoch.errors import MapError
 from midepoch.transforms.batch import Batch, check_columns, join_columns
-from midepoch.transforms.formats import Allocate
+from midepoch.transforms.formats import Allocate, room
 from midepoch.transforms.function import Function, RunContext
 
 _LEAST_BYTES = 4096
@@ -61,8 +61,7 @@ class CollectedRows:
 
     def __init__(self, first: Any, allocate: Allocate, rows: int) -> None:
         shape = (rows, *first.shape)
-        room = allocate(shape, first.dtype)
-        self._rows = np.empty(shape, first.dtype) if room is None else room
+        self._rows = room(shape, first.dtype, allocate)
         self._count, self._is_tensor = 0, False
         self._others: list[Any] | None = None
 

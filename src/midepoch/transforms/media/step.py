@@ -13,6 +13,7 @@ import pyarrow as pa
 from midepoch.errors import ColumnError
 from midepoch.transforms.batch import Batch, check_columns
 from midepoch.transforms.features import Encoded
+from midepoch.transforms.formats import room
 from midepoch.transforms.function import RunContext, failed
 from midepoch.transforms.media.decoders import Audio, Video
 from midepoch.transforms.media.images import Images
@@ -92,15 +93,11 @@ class Decode:
     def text(self) -> str:
         return f"decode[{self.column} {self.decoder.text}]"
 
-    def _room(self, shape: tuple[int, ...], run: RunContext) -> Any:
-        room = None if run.collect is None else run.collect(shape, self.decoder.dtype)
-        return np.empty(shape, self.decoder.dtype) if room is None else room
-
     def apply(self, batch: Batch, run: RunContext) -> Batch:
         """Return the batch with the decoded column: one array if all rows have the same shape, else a list."""
         check_columns([self.column], list(batch.columns), "decode")
         read, shape = reader_of(self.column, batch.columns[self.column], self.root), self.decoder.shape
-        stacked = None if shape is None else self._room((len(batch), *shape), run)
+        stacked = None if shape is None else room((len(batch), *shape), self.decoder.dtype, run.collect)
         arrays: list[Any] = []
         kept: list[int] = []
         for i in range(len(batch)):
