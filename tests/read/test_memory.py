@@ -21,47 +21,49 @@ import midepoch
 import native
 from data import write_arrow
 from midepoch.read import memory as memory_module
+from midepoch.read.columns import gatherer
 from midepoch.read.memory import HeldBuffers, Memory, _Group, grouped
 
 TYPES = (pa.string(), pa.large_string(), pa.binary(), pa.large_binary())
 BASES = (4096, 1 << 46, (1 << 47) - 4096, (1 << 48) - (1 << 20), 1 << 52, 1 << 56, (1 << 57) - 4096)
 
 
-def ranges(column: pa.Array) -> tuple[np.ndarray, np.ndarray]:
-    wide = str(column.type).startswith("large")
-    ends = np.frombuffer(column.buffers()[1], np.int64 if wide else np.int32, len(column) + 1).astype(np.int64)
-    return ends[:-1] + column.buffers()[2].address, ends[1:] - ends[:-1]
-
-
-@pytest.mark.parametrize("kind", TYPES, ids=str)
-@given(st.lists(st.text(max_size=30), min_size=1, max_size=20), st.data())
-def test_gathers_what_take_gives(kind: pa.DataType, texts: list[str], data: st.DataObject) -> None:
-    column = pa.array([*(text.encode() for text in texts), b"at least one byte"], pa.large_binary()).cast(kind)
-    order = data.draw(st.lists(st.integers(0, len(texts)), min_size=1, max_size=40))
-    starts, lengths = ranges(column)
-    found = Memory(column.buffers()[2:]).gather_bytes(starts[order], lengths[order], None, kind)
-    assert found is not None
+def gathered(columns: list[pa.Array], blocks: list[int], rows: list[int]) -> pa.Array:
+    """Rows of some blocks of one column."""
+    column = gatherer(columns[0].type, len(columns))
+    assert column is not None
+    assert all(column.open(number, block) for number, block in enumerate(columns))
+    memory = Memory([buffer for block in columns for buffer in block.buffers() if buffer])
+    found = column.gather(memory, np.array(blocks, np.int64), np.array(rows, np.int64))
     found.validate(full=True)
+    return found
+
+
+@pytest.mark.parametrize("many", [0, 256])
+@pytest.mark.parametrize("kind", TYPES, ids=str)
+@given(st.lists(st.none() | st.text(max_size=30), min_size=1, max_size=20), st.data())
+def test_gathers_what_take_gives(kind: pa.DataType, many: int, texts: list[str | None], data: st.DataObject) -> None:
+    column = pa.array([text and text.encode() for text in texts], pa.large_binary()).cast(kind)
+    order = data.draw(st.lists(st.integers(0, len(texts) - 1), min_size=1, max_size=40))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(memory_module, "_MANY", many)
+        found = gathered([column], [0] * len(order), order)
     assert found.equals(column.take(pa.array(order)))
 
 
 def test_texts_of_many_buffers_and_nulls() -> None:
     far = [pa.array([f"{i} " + "x" * (1 << 20)]) for i in range(3)]
     spread = [pa.allocate_buffer(1 << 31) for _ in range(2)]  # never touched: address space only
-    near = pa.array(["near", "text that is not short"])
-    parts = [ranges(column) for column in (*far, near)]
-    starts, lengths = (np.concatenate([part[i] for part in parts]) for i in (0, 1))
-    memory = Memory([column.buffers()[2] for column in (*far, near)])
-    nulls = pa.py_buffer(np.packbits([1, 1, 0, 1, 1], bitorder="little"))
-    found = memory.gather_bytes(starts, lengths, nulls, pa.string())
-    assert found is not None
-    wanted = [column[0].as_py() for column in far]
-    assert found.to_pylist() == [*wanted[:2], None, "near", "text that is not short"]
+    near = pa.array(["near", None, "text that is not short"])
+    found = gathered([*far, near], [2, 0, 3, 3, 3], [0, 0, 2, 1, 0])
+    assert found.to_pylist() == [far[2][0].as_py(), far[0][0].as_py(), "text that is not short", None, "near"]
     del spread
 
 
-def test_texts_in_a_buffer_of_more_than_2_gib(tmp_path: Path) -> None:
-    """A view addresses 31 bits: a large buffer is cut into windows that overlap. The file is sparse."""
+@pytest.mark.parametrize("many", [0, 256])
+def test_texts_in_a_buffer_of_more_than_2_gib(many: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The file is sparse."""
+    monkeypatch.setattr(memory_module, "_MANY", many)
     path = tmp_path / "sparse"
     places = [5, (1 << 30) - 10, (1 << 31) - 7, (1 << 31) + (1 << 30) - 3, 5 << 29]
     with path.open("wb") as file:
@@ -70,16 +72,14 @@ def test_texts_in_a_buffer_of_more_than_2_gib(tmp_path: Path) -> None:
             file.seek(place)
             file.write(f"text number {i}".encode())
     buffer = pa.memory_map(str(path)).read_buffer()
-    starts, lengths = np.array(places) + buffer.address, np.full(len(places), 13)
-    found = Memory([buffer]).gather_bytes(starts, lengths, None, pa.large_string())
-    assert found is not None
-    assert found.to_pylist() == [f"text number {i}" for i in range(5)]
+    found = Memory([buffer]).join(np.array(places) + buffer.address, np.arange(len(places) + 1) * 13)
+    assert bytes(found).decode() == "".join(f"text number {i}" for i in range(5))
 
 
-def test_empty_texts_need_no_memory() -> None:
-    found = Memory().gather_bytes(np.zeros(3, np.int64), np.zeros(3, np.int64), None, pa.string())
-    assert found is not None
-    assert found.to_pylist() == ["", "", ""]
+@pytest.mark.parametrize("many", [0, 256])
+def test_empty_texts_need_no_memory(many: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory_module, "_MANY", many)
+    assert gathered([pa.array(["", "", ""])], [0, 0], [2, 1]).to_pylist() == ["", ""]
 
 
 @given(st.data(), st.sampled_from([1, 3, 7, 64, 1000, (1 << 15) - 1, 1 << 15, 70_001]))
@@ -101,7 +101,7 @@ def test_any_width_and_alignment(data: st.DataObject, width: int) -> None:
             with pytest.MonkeyPatch.context() as patch:
                 native.use(patch, by_kernel)
                 patch.setattr(memory_module, "_MANY", 0)
-                joined = memory.join(addresses, addresses + width)
+                joined = memory.join(addresses, np.arange(len(addresses) + 1) * width)
             assert bytes(joined) == b"".join(part.tobytes() for part in wanted)
 
 
@@ -111,7 +111,7 @@ def test_the_kernel_does_not_copy_from_outside_of_the_buffers(monkeypatch: pytes
     buffer = pa.py_buffer(bytes(100))
     for start, stop in ((-1, 5), (90, 101), (101, 102)):
         with pytest.raises(ValueError, match="out of bounds"):
-            Memory([buffer]).join(np.array([buffer.address + start]), np.array([buffer.address + stop]))
+            Memory([buffer]).join(np.array([buffer.address + start]), np.array([0, stop - start]))
 
 
 @pytest.mark.parametrize("base", BASES, ids=hex)
@@ -145,14 +145,16 @@ def test_no_view_reaches_past_its_buffers() -> None:
 
 
 def test_buffers_inside_others_add_nothing() -> None:
-    raw = pa.py_buffer(bytes(100))
+    raw = pa.py_buffer(bytes(range(100)))
     for parts in ([raw, raw.slice(0, 10), raw.slice(50)], [raw.slice(0, 10), raw.slice(0, 99), raw, raw]):
-        assert [b.size for b in Memory(parts).buffers] == [100]
         grown = HeldBuffers()
         for number, part in enumerate(parts):
             grown.add(number, [part])
-            assert sum(b.size for b in grown.memory.buffers) >= part.size
-        assert [b.size for b in grown.memory.buffers] == [100]
+            assert grown.memory.gather(np.array([part.address + 7]), 3).tobytes() == bytes(part)[7:10]
+        for memory in (Memory(parts), grown.memory, Memory.union([Memory([part]) for part in parts])):
+            assert memory.gather(np.array([raw.address]), 100).tobytes() == bytes(raw)
+            with pytest.raises(IndexError):
+                memory.gather(np.array([raw.address + 1]), 100)
 
 
 def test_what_was_gathered_from_stays_mapped(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from midepoch._internal.progress import Timings
 from midepoch.errors import CorruptBlockError
 from midepoch.order.epoch import BlockUses
 from midepoch.read.blocks import Blocks, plain_schema
-from midepoch.read.columns import Fixed, Gatherer, Located, gatherer
+from midepoch.read.columns import Located, gatherer
 from midepoch.read.fetched import FetchedBlocks
 from midepoch.sources import Source
 
@@ -67,7 +67,7 @@ class Reader:
         self._status = np.zeros(count, dtype=np.uint8)
         self._last: tuple[int, pa.RecordBatch] | None = None
         storage = [_storage(field.type) for field in self.schema]
-        self._gatherers: list[Gatherer | None] = [gatherer(kind, count) for kind in storage]
+        self._gatherers = [gatherer(kind, count) for kind in storage]
 
     def read(self, rows: Int64Array) -> ReadRows:
         """Return the rows in the requested order. Raise CorruptBlockError unless ``skip_corrupt`` is set."""
@@ -135,20 +135,16 @@ class Reader:
 
         Each batch made from the addresses costs one copy. The caller ensures that no column has nulls.
         """
-        if self._fetched is not None or not all(isinstance(gather, Fixed) for gather in self._gatherers):
+        columns = [gather for gather in self._gatherers if gather is not None and gather.dtype is not None]
+        if self._fetched is not None or len(columns) < len(self._gatherers):
             return None
         self._release()
         blocks = self._blocks_of(rows)
         if self._open(blocks) is not None or not (self._status[blocks] == _BY_ADDRESS).all():
             return None
-        inner = rows - self._starts[blocks]
-        fixed = [gather for gather in self._gatherers if isinstance(gather, Fixed)]
-        memory = self._blocks.memory
-        columns = {
-            name: gather.locate(memory, blocks, inner) for name, gather in zip(self.schema.names, fixed, strict=True)
-        }
-        located = {name: each for name, each in columns.items() if each is not None}
-        return located if len(located) == len(columns) else None
+        inner, memory = rows - self._starts[blocks], self._blocks.memory
+        located = (gather.locate(memory, blocks, inner) for gather in columns)
+        return dict(zip(self.schema.names, located, strict=True))
 
     def _open(self, blocks: Int64Array) -> npt.NDArray[np.bool_] | None:
         """Record the buffer addresses of new blocks. Return the mask of readable rows, None for all."""
