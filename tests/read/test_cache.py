@@ -22,7 +22,7 @@ from data import write_parquet
 from forks import forked
 from midepoch.errors import CheckpointMismatchError
 from midepoch.read import cache
-from midepoch.read.cache import BlockCache
+from midepoch.read.cache import BlockCache, DiskShelf
 from midepoch.sources.source import CacheSpec
 
 BLOCKS, ROWS = 12, 50
@@ -42,7 +42,7 @@ def table(value: int, size: int = 1000) -> pa.Table:
 
 
 def block_cache(folder: Path, key: str = "k", limit: int = 1 << 30) -> BlockCache:
-    return BlockCache(CacheSpec(str(folder), limit), key, lambda _: 0.0)
+    return BlockCache(DiskShelf(CacheSpec(str(folder), limit), key, lambda _: 0.0))
 
 
 def blocks_in(folder: Path) -> list[Path]:

@@ -18,7 +18,7 @@ import pyarrow.parquet as pq
 import pytest
 
 import midepoch
-from midepoch.read.cache import BlockCache, KeptBlocks
+from midepoch.read.cache import BlockCache, DiskShelf, MemoryShelf
 from midepoch.sources.source import CacheSpec, Source
 
 BLOCKS, ROWS = 30, 100
@@ -95,7 +95,7 @@ def test_a_window_larger_than_the_cache_is_still_right(lake: Path, tmp_path: Pat
 
 def test_the_block_needed_last_goes_first() -> None:
     next_use = {0: 5.0, 1: float("inf"), 2: 1.0, 3: 2.0}
-    kept = KeptBlocks(3 * 8000 + 100, lambda block: next_use[block])
+    kept = BlockCache(MemoryShelf(3 * 8000 + 100, lambda block: next_use[block]))
     made: list[int] = []
 
     def get(block: int) -> pa.RecordBatch:
@@ -114,7 +114,7 @@ def test_the_block_needed_last_goes_first() -> None:
 
 
 def test_threads_and_processes_make_a_block_once(tmp_path: Path) -> None:
-    caches = [BlockCache(CacheSpec(str(tmp_path), 1 << 30), "k", lambda _: 0.0) for _ in range(2)]
+    caches = [BlockCache(DiskShelf(CacheSpec(str(tmp_path), 1 << 30), "k", lambda _: 0.0)) for _ in range(2)]
     made: list[int] = []
 
     def slow() -> pa.Table:
@@ -162,7 +162,7 @@ def test_a_folder_that_cannot_be_used_is_done_without(
     def full(*_: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(BlockCache, "_write", full)
+    monkeypatch.setattr(DiskShelf, "_write", full)
     assert ids(midepoch.from_files(lake, cache_dir=tmp_path / "c").loader(50)) == list(range(BLOCKS * ROWS))
     assert "No space left" in caplog.text
 
@@ -249,14 +249,14 @@ def test_a_cached_block_that_is_not_what_it_should_be_is_made_again(tmp_path: Pa
     folder, made = tmp_path / "c", []
     spec = CacheSpec(str(folder), 1 << 30, True)
     texts = [pa.table({"x": [f"{i} of block {block}" for i in range(100)]}) for block in range(2)]
-    cache = BlockCache(spec, "key", lambda _: 0.0)
+    cache = BlockCache(DiskShelf(spec, "key", lambda _: 0.0))
     for block in range(2):
         cache.get(block, lambda block=block: texts[block])
     paths = sorted(stored(folder))
     for name, content in damages(paths):
         good = paths[0].read_bytes()
         paths[0].write_bytes(content)
-        found = BlockCache(spec, "key", lambda _: 0.0).get(0, lambda: (made.append(0), texts[0])[1])
+        found = BlockCache(DiskShelf(spec, "key", lambda _: 0.0)).get(0, lambda: (made.append(0), texts[0])[1])
         if len(made) != 1:  # bytes of padding are in no row, but the header's own padding is free
             assert name in {f"bit of byte {place}" for place in range(44, 64)}, name
         assert found.to_pydict() == texts[0].to_pydict(), name

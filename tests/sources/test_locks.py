@@ -20,7 +20,7 @@ import pytest
 import midepoch
 from data import write_arrow
 from midepoch.read import cache
-from midepoch.read.cache import BlockCache
+from midepoch.read.cache import BlockCache, DiskShelf
 from midepoch.sources.source import CacheSpec
 from midepoch.storage import cache_files
 from midepoch.storage.cache_files import LockFile, locked
@@ -40,10 +40,10 @@ midepoch.open.files.open_index = lambda *a, **k: open_index(*a, **{**k, "progres
 midepoch.from_files(path, index_dir=folder)
 """,
     "block": """
-from midepoch.read.cache import BlockCache
+from midepoch.read.cache import BlockCache, DiskShelf
 from midepoch.sources.source import CacheSpec
 import pyarrow as pa
-made = BlockCache(CacheSpec(folder, 1 << 30), "k", lambda _: 0.0)
+made = BlockCache(DiskShelf(CacheSpec(folder, 1 << 30), "k", lambda _: 0.0))
 with made._held(1, wait=True):
     made.get(0, lambda: (pause(), pa.table({"x": [7]}))[1])
 """,
@@ -190,12 +190,13 @@ def test_blocks_of_a_stopped_process_are_made_again_after_one_wait(
 ) -> None:
     holder = held("block")
     holder.send_signal(signal.SIGSTOP)
-    blocks = BlockCache(CacheSpec(str(tmp_path / "cache"), 1 << 30), "k", lambda _: 0.0)
+    shelf = DiskShelf(CacheSpec(str(tmp_path / "cache"), 1 << 30), "k", lambda _: 0.0)
+    blocks = BlockCache(shelf)
     assert blocks.get(0, lambda: pa.table({"x": [7]})).to_pydict() == {"x": [7]}
     assert blocks.get(1, lambda: pa.table({"x": [8]})).to_pydict() == {"x": [8]}
     assert len(caplog.records) == 2 and all(f"process {holder.pid} " in each.getMessage() for each in caplog.records)
     finish(holder)
-    assert [blocks.open(block).to_pydict() for block in (0, 1)] == [{"x": [7]}, {"x": [8]}]  # type: ignore[union-attr]
+    assert [shelf.open(block).to_pydict() for block in (0, 1)] == [{"x": [7]}, {"x": [8]}]  # type: ignore[union-attr]
 
 
 def test_a_lock_that_is_not_waited_for_is_taken_from_a_stopped_process_too(
@@ -270,7 +271,7 @@ def test_locks_and_folders_of_another_user_are_not_used(tmp_path: Path, caplog: 
     planted = shared / f"key-{os.getuid()}"
     planted.mkdir(mode=0o777)
     os.chown(planted, 54321, -1)
-    blocks = BlockCache(CacheSpec(str(shared), 1 << 20), "key", lambda _: 0.0)
+    blocks = BlockCache.in_folder(CacheSpec(str(shared), 1 << 20), "key", lambda _: 0.0, 1 << 20)
     assert blocks.get(0, lambda: pa.table({"x": [1]})).num_rows == 1
     assert "belongs to another user" in caplog.text
     assert not list(planted.iterdir())

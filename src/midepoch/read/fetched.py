@@ -18,7 +18,7 @@ import pyarrow as pa
 from midepoch._internal.processes import cores, join
 from midepoch._internal.progress import Timings
 from midepoch.order.epoch import BlockUses
-from midepoch.read.cache import BlockCache, KeptBlocks, bytes_of
+from midepoch.read.cache import BlockCache, MemoryShelf, bytes_of
 from midepoch.read.memory import HeldBuffers, Memory
 from midepoch.sources import Source
 
@@ -56,12 +56,11 @@ class FetchedBlocks:
         self._checked = time.monotonic()
         self._held = HeldBuffers()
         self._plan = _Plan(source, sharers)
-        self._cache: BlockCache | KeptBlocks
         if sharers > 1 or spec.chosen:
             key = _key(source, self._columns)
-            self._cache = BlockCache(spec, key, self._plan.next_use)
+            self._cache = BlockCache.in_folder(spec, key, self._plan.next_use, self._limit // sharers)
         else:
-            self._cache = KeptBlocks(self._limit, self._plan.next_use)
+            self._cache = BlockCache(MemoryShelf(self._limit, self._plan.next_use))
         threads = max(threads, _THREADS_LOCAL if source.access.store.local else _THREADS_REMOTE)
         decoding = max(_THREADS_LOCAL, min(threads, cores())) * _DECODING_BYTES
         self._gate = threading.BoundedSemaphore(max(1, int(decoding // max(1.0, self._plan.block_bytes))))
@@ -232,7 +231,7 @@ class _Plan:
 class _Ahead:
     """Threads that prefetch blocks, started when there are blocks for them. They never reference the reader."""
 
-    def __init__(self, cache: BlockCache | KeptBlocks, make: Callable[[int], pa.Table], threads: int) -> None:
+    def __init__(self, cache: BlockCache, make: Callable[[int], pa.Table], threads: int) -> None:
         self._cache, self._most = cache, threads
         self._make = weakref.WeakMethod(make)
         self._changed = threading.Condition()
