@@ -1,3 +1,3 @@
-"""Helpers without a concept of their own: checks of arguments, addresses and redaction, threads and processes, timings,
+"""Helpers without a concept of their own: checks of arguments, hints in errors, threads and processes, timings,
 progress lines, tables in notebooks. Nothing here is public.
 """

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
-from midepoch._internal.digest import UndigestibleError, digest_of
 from midepoch._internal.progress import Progress, shown
 from midepoch.dataset import parts
+from midepoch.dataset.digest import UndigestibleError, digest_of
 from midepoch.dataset.parts import PartWriter
 from midepoch.dataset.reading import classes_of, features_of
 from midepoch.errors import DataNotFoundError, MidepochError, StateError

@@ -9,10 +9,10 @@ from typing import Any
 
 import pyarrow as pa
 
-from midepoch._internal.digest import UndigestibleError, digest_of
 from midepoch._internal.hints import hinted, instead
 from midepoch._internal.progress import Progress
 from midepoch.dataset import Dataset, habits, parts
+from midepoch.dataset.digest import UndigestibleError, digest_of
 from midepoch.dataset.parts import PartWriter
 from midepoch.errors import DataNotFoundError, MapError, MidepochError
 from midepoch.memory.stored import dataset_of, folder_for, stored

@@ -301,9 +301,9 @@ class Schedule:
 
         YAML requires PyYAML, which is in the extra ``midepoch[cli]``.
         """
-        from midepoch._internal import config
+        from midepoch.order import schedule_files
 
-        given = config.read(path)
+        given = schedule_files.read(path)
         try:
             return Schedule.from_dict(given)
         except (TypeError, ValueError) as problem:
@@ -311,9 +311,9 @@ class Schedule:
 
     def save(self, path: str | PathLike[str]) -> None:
         """Write the schedule to a .yaml, .yml or .json file, atomically."""
-        from midepoch._internal import config
+        from midepoch.order import schedule_files
 
-        config.write(path, self.to_dict())
+        schedule_files.write(path, self.to_dict())
 
     @cached_property
     def text(self) -> str:

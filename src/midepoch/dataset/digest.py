@@ -7,20 +7,25 @@ the version of the package. A value that cannot be compared has no digest.
 
 from __future__ import annotations
 
+import builtins
 import copyreg
+import dis
 import enum
 import functools
 import hashlib
+import importlib.util
 import json
 import os
+import sys
+import sysconfig
 import types
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import fields, is_dataclass
 from typing import Any
 
 import numpy as np
 
-from midepoch._internal.code import CodeUses, file_of, is_users, uses_of, versioned
 from midepoch._internal.values import loaded
 
 
@@ -103,37 +108,37 @@ class _Digest:
 
     def _module(self, module: types.ModuleType) -> bytes:
         """A module of the user that is used as a whole is its file, and the modules of the user that it imports."""
-        if not is_users(module.__name__):
-            return _hashed("module", versioned(module.__name__).encode())
+        if not _is_users(module.__name__):
+            return _hashed("module", _versioned(module.__name__).encode())
         values = vars(module).values()
         inner = {each.__name__: each for each in values if isinstance(each, types.ModuleType)}
         inner |= {owner.__name__: owner for each in values if (owner := loaded(getattr(each, "__module__", "") or ""))}
-        others = [each for name, each in sorted(inner.items()) if is_users(name) and each is not module]
-        return self._parts("module", (module.__name__, file_of(module.__name__), others))
+        others = [each for name, each in sorted(inner.items()) if _is_users(name) and each is not module]
+        return self._parts("module", (module.__name__, _file_of(module.__name__), others))
 
     def _function(self, function: types.FunctionType) -> bytes:
-        if not is_users(function.__module__) and not hasattr(function, "__wrapped__"):
-            return _hashed("name", f"{versioned(function.__module__)} {function.__qualname__}".encode())
+        if not _is_users(function.__module__) and not hasattr(function, "__wrapped__"):
+            return _hashed("name", f"{_versioned(function.__module__)} {function.__qualname__}".encode())
         cells = []
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
             try:
                 cells.append((name, cell.cell_contents))
             except ValueError:  # assigned later
                 cells.append((name, None))
-        uses: CodeUses = uses_of(function)
+        values, modules = _uses_of(function)
         about = (function.__code__, function.__defaults__, function.__kwdefaults__, function.__dict__)
-        return self._parts("function", (*about, cells, uses.values, [file_of(name) for name in uses.modules]))
+        return self._parts("function", (*about, cells, values, [_file_of(name) for name in modules]))
 
     def _class(self, value: type) -> bytes:
-        if not is_users(value.__module__):
-            return _hashed("name", f"{versioned(value.__module__)} {value.__qualname__}".encode())
+        if not _is_users(value.__module__):
+            return _hashed("name", f"{_versioned(value.__module__)} {value.__qualname__}".encode())
         members = [(key, each) for key, each in vars(value).items() if _counts(key, each)]
         return self._parts("class", (value.__qualname__, value.__bases__, type(value), members))
 
     def _builtin(self, value: Any) -> bytes:
         owner = value.__self__
         if owner is None or isinstance(owner, types.ModuleType):
-            return _hashed("name", f"{versioned(value.__module__ or '')} {value.__qualname__}".encode())
+            return _hashed("name", f"{_versioned(value.__module__ or '')} {value.__qualname__}".encode())
         return self._parts("method", (value.__name__, owner))
 
     def _object(self, value: Any) -> bytes:
@@ -150,14 +155,14 @@ class _Digest:
             return self._parts("tokenizer", about)
         if hasattr(value, "__wrapped__"):
             return self._parts("wrapped", (kind, value.__wrapped__))
-        if is_dataclass(value) and not is_users(kind.__module__):
+        if is_dataclass(value) and not _is_users(kind.__module__):
             return self._parts("object", (kind, [(each.name, getattr(value, each.name)) for each in fields(value)]))
         reduce = copyreg.dispatch_table.get(kind)
         reduced = value.__reduce_ex__(4) if reduce is None else reduce(value)
         if isinstance(reduced, str):
-            if is_users(kind.__module__):
+            if _is_users(kind.__module__):
                 raise UndigestibleError(f"{_name(kind)}, which is only known by its name")
-            return _hashed("name", f"{versioned(kind.__module__)} {reduced}".encode())
+            return _hashed("name", f"{_versioned(kind.__module__)} {reduced}".encode())
         make, args, *rest = reduced
         items = [each if each is None or not hasattr(each, "__next__") else list(each) for each in rest]
         return self._parts("object", (kind, getattr(make, "__qualname__", ""), args, items))
@@ -255,3 +260,96 @@ def _tokenizer(value: Any) -> tuple[Any, ...] | None:
     settings = [str(getattr(value, name, None)) for name in (*names, "special_tokens_map")]
     more = sorted((key, str(each)) for key, each in getattr(value, "init_kwargs", {}).items() if key not in _OF_FILES)
     return type(value), json.dumps(about, sort_keys=True), settings, more
+
+
+_OWN = __name__.partition(".")[0]
+
+
+def _uses_of(function: types.FunctionType) -> tuple[list[tuple[str, Any]], list[str]]:
+    """Return the global values that a function uses, by name, and the modules that it imports while it runs.
+
+    Inner functions are included, and what it assigns itself is not: that is its state.
+    """
+    found: dict[str, Any] = {}
+    modules: set[str] = set()
+    for code in _codes(function.__code__):
+        instructions = list(dis.get_instructions(code))
+        assigned = {each.argval for each in instructions if each.opname in ("STORE_GLOBAL", "DELETE_GLOBAL")}
+        for place, each in enumerate(instructions):
+            if each.opname in ("LOAD_GLOBAL", "LOAD_NAME") and each.argval in function.__globals__:
+                if each.argval not in assigned:
+                    name, value = _followed(each.argval, function.__globals__[each.argval], instructions[place + 1 :])
+                    found[name] = value
+            elif each.opname == "IMPORT_NAME":
+                name = _absolute(str(each.argval), instructions[:place], function)
+                if _is_users(name):
+                    modules.add(name)
+    return sorted(found.items(), key=lambda item: item[0]), sorted(modules)
+
+
+def _codes(code: types.CodeType) -> list[types.CodeType]:
+    inner = [each for const in code.co_consts if isinstance(const, types.CodeType) for each in _codes(const)]
+    return [code, *inner]
+
+
+def _followed(name: str, value: Any, after: list[dis.Instruction]) -> tuple[str, Any]:
+    """Return the value that code reads from a module, through any number of attributes."""
+    for each in after:
+        if not isinstance(value, types.ModuleType) or not _is_users(value.__name__):
+            break
+        if each.opname in ("CACHE", "EXTENDED_ARG", "PUSH_NULL"):
+            continue
+        if each.opname not in ("LOAD_ATTR", "LOAD_METHOD") or not hasattr(value, str(each.argval)):
+            break
+        name, value = f"{name}.{each.argval}", getattr(value, str(each.argval))
+    return name, value
+
+
+def _absolute(name: str, before: list[dis.Instruction], function: types.FunctionType) -> str:
+    """Return the name of an imported module. Its level is the constant before the names."""
+    levels = [each.argval for each in before if each.opname in ("LOAD_CONST", "LOAD_SMALL_INT")]
+    level = levels[-2] if len(levels) > 1 and isinstance(levels[-2], int) else 0
+    package = str(function.__globals__.get("__package__") or "")
+    if level and package:
+        with suppress(ImportError):
+            return importlib.util.resolve_name("." * level + name, package)
+    return name
+
+
+@functools.cache
+def _is_users(module: str | None) -> bool:
+    """Return True for code that may change without a new version: scripts, and files outside of installed packages."""
+    if module in (None, "__main__", "__mp_main__"):
+        return True
+    if module in sys.builtin_module_names or module == builtins.__name__ or module.partition(".")[0] == _OWN:
+        return False
+    file = _path_of(module)
+    if file is None:
+        return module not in sys.modules
+    paths = sysconfig.get_paths()
+    return not file.startswith(tuple(paths[key] for key in ("stdlib", "platstdlib", "purelib", "platlib")))
+
+
+def _path_of(module: str) -> str | None:
+    loaded = sys.modules.get(module)
+    if loaded is not None:
+        return getattr(loaded, "__file__", None)
+    with suppress(ImportError, ValueError, AttributeError):
+        spec = importlib.util.find_spec(module)
+        return spec.origin if spec is not None else None
+    return None
+
+
+def _file_of(module: str) -> str:
+    """Return a digest of the file of a module, or its name if there is no file."""
+    path = _path_of(module)
+    with suppress(OSError, TypeError), open(path, "rb") as file:  # type: ignore[arg-type]
+        return hashlib.blake2b(file.read(), digest_size=16).hexdigest()
+    return module
+
+
+def _versioned(module: str) -> str:
+    """Return the name of a module with the version of its package, if it has one. midepoch counts without."""
+    top = module.partition(".")[0]
+    version = getattr(sys.modules.get(top), "__version__", "") if top != _OWN else ""
+    return f"{module} {version}" if isinstance(version, str) and version else module

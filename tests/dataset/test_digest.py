@@ -15,12 +15,12 @@ import pyarrow.compute as pc
 import pytest
 import torch
 
-from midepoch._internal.digest import UndigestibleError, digest_of
+from midepoch.dataset.digest import UndigestibleError, digest_of
 
 SCRIPT = """
 import functools, re, collections, enum
 import numpy as np
-from midepoch._internal.digest import digest_of
+from midepoch.dataset.digest import digest_of
 
 WORDS = {"b", "a", "c", "e", "d"}
 class Kind(enum.Enum):
@@ -258,7 +258,7 @@ MODULES = """
 import sys, os
 sys.path.insert(0, os.getcwd())
 import helpers, package.inner
-from midepoch._internal.digest import digest_of
+from midepoch.dataset.digest import digest_of
 
 def by_attribute(row): return helpers.double(row)
 def by_constant(row): return row * helpers.SIZE
