@@ -16,6 +16,7 @@ import pyarrow as pa
 import pyarrow.fs as fs
 
 from midepoch.storage.address import Address
+from midepoch.storage.open_files import RangeFile
 from midepoch.storage.redaction import redacted
 
 _PLACES = ("host", "port", "share", "org", "repo", "sha", "fo")
@@ -91,7 +92,15 @@ class FsspecHandler(fs.FSSpecHandler):  # type: ignore[misc]
         # get each other's bytes. The files of an archive share one file in the same way.
         if isinstance(file, io.BytesIO):
             return pa.BufferReader(file.getvalue())
-        return pa.PythonFile(_InTurn(file, lock), mode="r")
+
+        def in_turn(start: int, stop: int) -> bytes:
+            with lock:
+                file.seek(start)
+                return bytes(file.read(stop - start))
+
+        with lock:
+            size = file.seek(0, os.SEEK_END)
+        return pa.PythonFile(RangeFile(size, in_turn, file.close), mode="r")
 
     def _open_existing(self, path: str) -> Any:
         if not self.fs.isfile(path):
@@ -144,45 +153,6 @@ def is_foreign(problem: BaseException) -> bool:
     """Return True for an error of the package that fetches the bytes, not of Python or pyarrow."""
     package = type(problem).__module__.partition(".")[0]
     return package not in sys.stdlib_module_names and package not in ("pyarrow", "midepoch")
-
-
-class _InTurn:
-    """File with its own position, which is read under a lock of its file system."""
-
-    def __init__(self, file: Any, lock: threading.RLock) -> None:
-        self._file, self._lock, self._at = file, lock, 0
-        self.closed = False
-
-    def seekable(self) -> bool:
-        return True
-
-    def readable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._at
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        if whence == os.SEEK_SET:
-            self._at = offset
-        elif whence == os.SEEK_CUR:
-            self._at += offset
-        else:
-            with self._lock:
-                self._at = self._file.seek(offset, whence)
-        return self._at
-
-    def read(self, size: int = -1) -> bytes:
-        with self._lock:
-            self._file.seek(self._at)
-            data: bytes = self._file.read(size)
-        self._at += len(data)
-        return data
-
-    def close(self) -> None:
-        self.closed = True
-        with self._lock:
-            self._file.close()
 
 
 def _inner(filesystem: Any) -> Any:

@@ -54,9 +54,8 @@ class HubFiles:
 
     def __init__(self, hub: Hub, commits: Mapping[tuple[str, str], str] | None = None) -> None:
         self._hub, self._commits = hub, dict(commits or {})
-        self._listings: dict[tuple[str, bool], list[Entry]] = {}
+        self._listings: dict[tuple[str, bool], dict[str, Entry]] = {}
         self._redirects: OrderedDict[tuple[str, str, str], str] = OrderedDict()
-        self._named: tuple[list[Entry], dict[str, Entry]] | None = None
         self._before: list[str] = []
         self._fresh_seconds = FRESH_SECONDS
 
@@ -97,33 +96,26 @@ class HubFiles:
 
     def below(self, folder: str, persist: Persist[Any]) -> list[Entry]:
         """Return all files below a folder, at any depth."""
-        return self._listed(parse_hub_path(folder), persist, recursive=True)
+        return list(self._listed(parse_hub_path(folder), persist, recursive=True).values())
 
     def stat(self, path: str, persist: Persist[Any]) -> Entry | None:
         """Return a file, or None. Its folder is listed: thousands of files in a list of paths cost one listing."""
         at = parse_hub_path(path)
-        if not at.path:
-            return None
         folder = at._replace(path=at.path.rpartition("/")[0])
-        listed = self._listed(folder, persist, recursive=False)
-        named = self._named
-        if named is None or named[0] is not listed:
-            self._named = named = listed, {file.path: file for file in listed}
-        return named[1].get(path)
+        return self._listed(folder, persist, recursive=False).get(path) if at.path else None
 
-    def _listed(self, at: HubPath, persist: Persist[Any], *, recursive: bool) -> list[Entry]:
-        key = at.given, recursive
+    def _listed(self, at: HubPath, persist: Persist[Any], *, recursive: bool) -> dict[str, Entry]:
+        key, revision = (at.given, recursive), (at.repo, at.revision)
         listed = self._listings.get(key)  # another thread may clear them
         if listed is None:
-            revision = at.repo, at.revision
             if revision not in self._commits:
                 commit, before = commit_of(self._hub, at, persist, fresh_seconds=self._fresh_seconds)
                 self._commits[revision] = commit
                 if before:
                     self._before.append(f"hf://datasets/{at.repo}@{before}")
                 _log.info("hf://%s is read at commit %s", at.root, commit)
-            commit = self._commits[revision]
-            listed = self._listings[key] = files_below(self._hub, at, commit, persist, recursive=recursive)
+            files = files_below(self._hub, at, self._commits[revision], persist, recursive=recursive)
+            listed = self._listings[key] = {file.path: file for file in files}
         return listed
 
     def open(self, file: Entry) -> RangeFile:
@@ -131,7 +123,6 @@ class HubFiles:
         at = parse_hub_path(file.path)
         revision = at.repo, at.revision
         self._listings.clear()  # once files are read, they only take memory
-        self._named = None
         if revision not in self._commits:  # of an index that is trusted without a listing
             saved = at.revision if at.is_pinned else _loaded(_lookup(self._hub, at)).get("commit")
             self._commits[revision] = saved or self._hub.commit(at)
@@ -212,21 +203,20 @@ def commit_of(hub: Hub, of: HubPath, persist: Persist[str], *, fresh_seconds: fl
     """Return the commit of a revision, as looked up by this machine within the last seconds, and the commit that it saw
     before. Empty if there was none.
     """
-    path, started = _lookup(hub, of), time.time()
-    seconds = math.inf if hub.offline and fresh_seconds else fresh_seconds
     if of.is_pinned:
         return of.revision, ""
-    if (saved := _loaded(path)) and started - seconds < saved["checked"] <= started:
-        return saved["commit"], saved["before"]
-    with _listing_lock, locked(path, f"the commit of hf://{of.root}") as slot:
-        saved, now = _loaded(path), time.time()
-        if saved and min(started, now - seconds) <= saved["checked"] <= now:  # by another process, meanwhile
-            return saved["commit"], saved["before"]
+    started, seconds = time.time(), math.inf if hub.offline and fresh_seconds else fresh_seconds
+
+    def is_fresh(saved: dict[str, Any]) -> bool:  # or looked up by another process, meanwhile
+        return bool(min(started, time.time() - seconds) <= saved["checked"] <= time.time())
+
+    def look_up(saved: dict[str, Any]) -> dict[str, Any]:
         commit = persist(partial(hub.commit, of))
         before = saved.get("before" if saved.get("commit") == commit else "commit", "")
-        contents = {"commit": commit, "before": before, "checked": time.time()}
-        slot.keep(lambda: atomic_write(path, _dumped(contents)))
-    return commit, before
+        return {"commit": commit, "before": before, "checked": time.time()}
+
+    found = _saved_or(_lookup(hub, of), f"the commit of hf://{of.root}", is_fresh, look_up)
+    return found["commit"], found["before"]
 
 
 def _lookup(hub: Hub, of: HubPath) -> Path:
@@ -235,12 +225,8 @@ def _lookup(hub: Hub, of: HubPath) -> Path:
 
 def files_below(hub: Hub, of: HubPath, commit: str, persist: Persist[Any], *, recursive: bool) -> list[Entry]:
     """Return the files below a folder at a commit: saved, or listed by one process of this machine."""
-    path = _path("listing", hub.endpoint, of.repo, of.path, str(recursive), commit=commit)
-    if (saved := _listing(path, of)) is not None:
-        return saved
-    with _listing_lock, locked(path, f"the listing of hf://{of.root}") as slot:
-        if (saved := _listing(path, of)) is not None:
-            return saved
+
+    def look_up(_: dict[str, Any]) -> dict[str, Any]:
         found: list[Entry] = []
         url, seen = hub.first_page(of, commit, recursive), set[str]()
         while url:
@@ -254,9 +240,12 @@ def files_below(hub: Hub, of: HubPath, commit: str, persist: Persist[Any], *, re
             found += files
         below = [file for file in found if not of.path or file.path.startswith(f"{of.path}/")]
         about = {"repo": of.repo, "folder": of.path, "commit": commit}
-        columns = {name: [getattr(file, name) for file in below] for name in _COLUMNS}
-        slot.keep(lambda: _save(path, {**about, **columns}))
-    return [file._replace(path=f"{of.root}/{file.path}") for file in below]
+        return {**about, **{name: [getattr(file, name) for file in below] for name in _COLUMNS}}
+
+    path = _path("listing", hub.endpoint, of.repo, of.path, str(recursive), commit=commit)
+    saved = _saved_or(path, f"the listing of hf://{of.root}", set(_COLUMNS).issubset, look_up)
+    columns = zip(*(saved[name] for name in _COLUMNS), strict=True)
+    return [Entry(f"{of.root}/{file}", size, 0, etag) for file, size, etag in columns]
 
 
 def _path(kind: str, *parts: str, commit: str = "") -> Path:
@@ -264,17 +253,25 @@ def _path(kind: str, *parts: str, commit: str = "") -> Path:
     return default_index_dir() / "hub" / f"{digest}{commit and '-' + commit}.{kind}.json"
 
 
-def _listing(path: Path, of: HubPath) -> list[Entry] | None:
-    saved, root = _loaded(path), of.root
-    try:
-        columns = zip(*(saved[name] for name in _COLUMNS), strict=True)
-        return [Entry(f"{root}/{file}", size, 0, etag) for file, size, etag in columns]
-    except (KeyError, TypeError, ValueError):
-        return None
+def _saved_or(
+    path: Path,
+    what: str,
+    is_usable: Callable[[dict[str, Any]], bool],
+    look_up: Callable[[dict[str, Any]], dict[str, Any]],
+) -> dict[str, Any]:
+    """Return what is saved at a path if it is usable. Else one process of this machine looks it up and saves it."""
+    if (saved := _loaded(path)) and is_usable(saved):
+        return saved
+    with _listing_lock, locked(path, what) as slot:
+        if (saved := _loaded(path)) and is_usable(saved):
+            return saved
+        found = look_up(saved)
+        slot.keep(lambda: _save(path, found))
+    return found
 
 
-def _save(path: Path, columns: dict[str, Any]) -> None:
-    atomic_write(path, _dumped(columns))
+def _save(path: Path, contents: dict[str, Any]) -> None:
+    atomic_write(path, json.dumps({"version": _VERSION, **contents}, separators=(",", ":")).encode())
     with suppress(OSError):
         others = [each for each in path.parent.glob(f"{path.name.partition('-')[0]}-*") if each != path]
         for old in sorted(others, key=lambda each: each.stat().st_mtime, reverse=True)[_LISTINGS_KEPT:]:
@@ -287,7 +284,3 @@ def _loaded(path: Path) -> dict[str, Any]:
     except (OSError, ValueError):
         return {}
     return saved if isinstance(saved, dict) and saved.get("version") == _VERSION else {}
-
-
-def _dumped(contents: dict[str, Any]) -> bytes:
-    return json.dumps({"version": _VERSION, **contents}, separators=(",", ":")).encode()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 from collections.abc import Callable
 from typing import NamedTuple
@@ -45,19 +46,16 @@ class OpenFile:
         self.close()
 
 
-class RangeFile:
+class RangeFile(io.RawIOBase):
     """Python file for ``pa.PythonFile``. Every read calls ``fetch(start, stop)`` for its bytes."""
 
     def __init__(self, size: int, fetch: Callable[[int, int], bytes], close: Callable[[], None] | None = None) -> None:
         self._size, self._fetch, self._close, self._at = size, fetch, close, 0
-        self.closed = False
 
-    def read(self, size: int = -1) -> bytes:
+    def read(self, size: int | None = -1) -> bytes:
         left = max(0, self._size - self._at)
         wanted = left if size is None or size < 0 else min(size, left)
-        if not wanted:
-            return b""
-        data = self._fetch(self._at, self._at + wanted)
+        data = self._fetch(self._at, self._at + wanted) if wanted else b""
         self._at += wanted
         return data
 
@@ -65,22 +63,16 @@ class RangeFile:
         self._at = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._size}[whence]
         return self._at
 
-    def tell(self) -> int:
-        return self._at
-
     def close(self) -> None:
-        self.closed = True
-        if self._close is not None:
+        if self._close is not None and not self.closed:
             self._close()
+        super().close()
 
     def readable(self) -> bool:
         return True
 
     def seekable(self) -> bool:
         return True
-
-    def writable(self) -> bool:
-        return False
 
 
 _MARK = 16
