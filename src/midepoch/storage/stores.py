@@ -229,32 +229,50 @@ class Store:
                 if not isinstance(problem, (MidepochError, OSError, pa.ArrowException)) and not is_foreign(problem):
                     raise
                 text, spent = self.secrets.clean(str(problem)), time.monotonic() - started
-                pause = self._pause(problem, text.replace(path, ""), attempt, spent)
+                cause = self._cause(problem, text.replace(path, ""))
+                pause = self._pause(problem, cause, attempt, spent)
                 attempt += 1
                 if pause is None:
                     tried = f"{attempt} attempt{'s' if attempt > 1 else ''} in {spent:.1f} s"
-                    failure = self._lasting(problem, path, what, tried)
+                    failure = self._failure(problem, cause, path, what, tried)
             if pause is None:
                 raise failure  # outside of the handler: a chained error would be shown with its credentials
             _log.warning("%s could not be %s, trying again in %.1f s: %s", self.name(path), what, pause, text)
             time.sleep(pause)
 
-    def _pause(self, problem: Exception, text: str, attempt: int, spent: float) -> float | None:
+    def _cause(self, problem: Exception, text: str) -> str:
+        """Return what a problem means: the file is "gone", access is "denied", the bytes are "damaged", the "network"
+        or the "machine" failed, or pyarrow cannot do it ("unsupported").
+        """
+        damage = is_damage(problem)
+        if isinstance(problem, (FileNotFoundError, NotADirectoryError)) or _GONE.search(text):
+            return "gone"
+        if isinstance(problem, PermissionError) or _DENIED.search(text):
+            return "denied"
+        if isinstance(problem, pa.ArrowInvalid) or (self.local and damage):
+            return "damaged"
+        if is_foreign(problem):
+            return "network"
+        if not damage and not isinstance(problem, OSError):
+            return "unsupported"
+        if isinstance(problem, (ConnectionError, TimeoutError, ShortError)) or _NETWORK.search(str(problem)):
+            return "machine" if self.local else "network"
+        return "damaged" if damage else "machine"
+
+    def _pause(self, problem: Exception, cause: str, attempt: int, spent: float) -> float | None:
         """Return the seconds to wait before the next attempt, or None if a retry is useless."""
-        if isinstance(problem, (MidepochError, FileNotFoundError, NotADirectoryError, PermissionError)):
-            return None
-        if _GONE.search(text) or _DENIED.search(text) or not (isinstance(problem, OSError) or is_damage(problem)):
+        if isinstance(problem, MidepochError) or cause in ("gone", "denied", "unsupported"):
             return None
         if self.local:
-            return None if is_damage(problem) or attempt == len(PAUSES) else PAUSES[attempt]
+            return None if cause == "damaged" or attempt == len(PAUSES) else PAUSES[attempt]
         if attempt + 1 == self.retry.attempts:
             return None
-        if (seconds := retry_after(problem)) is not None:
-            return self.retry.pause_asked(max(seconds, self.retry.pause(attempt)), spent)
-        pause = self.retry.pause(attempt)
+        pause, asked = self.retry.pause(attempt), retry_after(problem)
+        if asked is not None:
+            return self.retry.pause_asked(max(asked, pause), spent)
         return None if spent + pause > self.retry.budget else pause
 
-    def _lasting(self, problem: Exception, path: str, what: str, tried: str) -> Exception:
+    def _failure(self, problem: Exception, cause: str, path: str, what: str, tried: str) -> Exception:
         """Return the error for a problem that retries cannot solve."""
         if isinstance(problem, MidepochError):
             return self._cleaned(problem)
@@ -262,12 +280,12 @@ class Store:
         if isinstance(problem, (FileNotFoundError, NotADirectoryError)):
             remedy = " Restore it, or open the dataset again with force_reindex=True." if what == "read" else ""
             return DataNotFoundError(f"{name} does not exist.{remedy}")
-        if _GONE.search(text):
+        if cause == "gone":
             return DataNotFoundError(f"{name} does not exist: {text}")
-        if isinstance(problem, PermissionError) or _DENIED.search(text.replace(path, "")):
+        if cause == "denied":
             remedy = "its permissions" if self.local else "the credentials in the environment or in storage_options"
             return FetchError(f"{name} cannot be {what}: access is denied ({text}). Check {remedy}.")
-        if self._is_damage(problem):
+        if cause == "damaged":
             return CorruptBlockError(f"{name} cannot be read ({tried}): {text}")
         text = f"{name} could not be {what} ({tried}): {text}"
         if (seconds := retry_after(problem)) is not None:
@@ -275,8 +293,7 @@ class Store:
                 f". The server asks to wait {seconds:.0f} s, but retries may take {self.retry.budget:.0f} s. Wait, or "
                 "pass a larger retry=midepoch.Retry(budget=…)."
             )
-        of_transport = is_damage(problem) or is_foreign(problem) or self._is_of_network(problem)
-        return FetchError(text) if of_transport else refusal(problem, text)
+        return FetchError(text) if cause == "network" else refusal(problem, text)
 
     def _cleaned(self, problem: MidepochError) -> MidepochError:
         """Return an error without the credentials that it may quote or show through its chain."""
@@ -286,16 +303,6 @@ class Store:
         if problem.__suppress_context__:
             problem.__context__ = None
         return problem
-
-    def _is_damage(self, problem: Exception) -> bool:
-        """Return True if the bytes are damaged, False if they could not be fetched."""
-        if not is_damage(problem) or self.local or isinstance(problem, pa.ArrowInvalid):
-            return is_damage(problem)
-        return not (self._is_of_network(problem) or is_foreign(problem) or isinstance(problem, ShortError))
-
-    def _is_of_network(self, problem: Exception) -> bool:
-        network = isinstance(problem, (ConnectionError, TimeoutError)) or _NETWORK.search(str(problem)) is not None
-        return network and not self.local
 
 
 def _local_entry(path: str) -> Entry:
