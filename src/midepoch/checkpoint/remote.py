@@ -59,7 +59,7 @@ class Objects:
     def __init__(self, address: str, storage_options: Mapping[str, Any] | None = None) -> None:
         given, options = Address(address.rstrip("/")), dict(storage_options or {})
         self._secrets = Secrets.of(given, options)
-        self.name, target = given.public, given.reveal()
+        self.name, target = given.public, given.raw
         try:
             import obstore
             from obstore.store import from_url

@@ -5,7 +5,7 @@ part of a chain (``zip://a::https://user:password@host/b.zip``). Each purpose ha
 
 - ``Link.target`` is opened. Keys of object stores may contain any character. Therefore only the user is removed, and a
   query after the last ``?`` if all of its names are options or credentials.
-  - ``Address.identity`` is compared and hashed. Only parts that are certainly credentials are removed.
+- ``Address.identity`` is compared and hashed. Only parts that are certainly credentials are removed.
 - ``Address.public`` is shown. All parts that may be credentials are removed.
 """
 
@@ -33,7 +33,7 @@ _ADDRESS = re.compile(rf"{_KNOWN}:/", re.IGNORECASE)
 _MISTYPED = re.compile(rf"((?:{_KNOWN}:)?//|{_KNOWN}:)([^\s/@]*:[^\s@]*)@(.*)", re.IGNORECASE | re.DOTALL)
 _AUTHORITY_ENDS = re.compile(r"/|\?[\w.-]+=")
 _PORT = re.compile(r"([^:]*):\d*|\[[^\]]*\](?::\d*)?")
-_WEB_QUERY = re.compile(r"\?(?=[^?#]*=)|#(?=[\w.-]+=)")
+_WEB_QUERY = re.compile(r"\?(?=[^?#]*=)|#(?=[^#]*=)")
 _QUERY = re.compile(r"\?(?=[\w.-]+=)")
 _PIECES = re.compile(r"(?=[&#]|[?;][\w.-]+=)")
 
@@ -51,6 +51,19 @@ _OF_SIGNATURES = re.compile(
 """Parameters that change with the signature of an address and do not identify the data."""
 
 
+class Parameter(NamedTuple):
+    """One parameter of a query, decoded."""
+
+    text: str
+    """As written, with its leading character."""
+    name: str
+    value: str
+    is_credential: bool
+    """True if its value is certainly a credential."""
+    is_suspect: bool
+    """True if its value may be a credential."""
+
+
 class Link(NamedTuple):
     """One part of an address: ``scheme://user:password@path?query``."""
 
@@ -59,9 +72,7 @@ class Link(NamedTuple):
     userinfo: str
     path: str
     query: str = ""
-    """With its leading character, and with a fragment that contains credentials."""
-    fragment: str = ""
-    """Fragment of a web address, with its ``#``."""
+    """With its leading character."""
     dubious: str = ""
     """The beginning of the path up to an ``@``: a host, a port and a name, or a user and a password with a ``/``."""
 
@@ -76,62 +87,51 @@ class Link(NamedTuple):
         return unquote(name), unquote(password)
 
     @property
-    def parameters(self) -> tuple[tuple[str, str], ...]:
-        """All parameters of the query, decoded."""
-        return tuple(map(_pair, _pieces(self.query)))
-
-    @property
-    def credentials(self) -> dict[str, str]:
-        """The parameters that are certainly credentials."""
-        return {name: value for name, value in self.parameters if _is_credential(name, _signed(self.query))}
+    def parameters(self) -> tuple[Parameter, ...]:
+        """All parameters of the query."""
+        return _parameters(self.query)
 
     @property
     def target(self) -> str:
         """The address without user and query, byte for byte."""
-        return self.head + self.path + self.fragment
+        return self.head + self.path
 
     @property
-    def suspects(self) -> tuple[tuple[str, str, bool], ...]:
-        """Possible parameters: the text, its value, and True if the value may be a credential."""
-        query = self._split[1]
-        return tuple((piece, *_suspected(piece, _signed(query))) for piece in _pieces(query))
+    def suspects(self) -> tuple[Parameter, ...]:
+        """All parameters of the part that may be a query."""
+        return _parameters(self._split[1])
 
     @property
     def holds_credentials(self) -> bool:
         """True if the path that is opened contains credentials."""
-        query = "" if self.query or self.scheme == "file" else self._split[1]
-        return any(_is_credential(_pair(piece)[0], _signed(query)) for piece in _pieces(query))
+        return not self.query and any(each.is_credential for each in self.suspects)
 
     @property
     def public(self) -> str:
         """The link without parts that may be credentials."""
-        path, query = self._split
-        path = f"***{path[len(self.dubious) :]}" if self.dubious else path
-        kept = [_shown(piece, lambda address: address.public) for piece, _, hidden in self.suspects if not hidden]
-        return f"{self.head}{path}{_joined(query, kept)}"
+        path = f"***{self._split[0][len(self.dubious) :]}" if self.dubious else self._split[0]
+        kept = [each for each in self.suspects if not each.is_suspect]
+        return f"{self.head}{path}{_joined(kept, lambda address: address.public)}"
 
     @property
     def identity(self) -> str:
         """The link without parts that are certainly credentials."""
         certain = ":" in self.userinfo and not re.search(r"\s", self.userinfo)
         user = "" if certain or not self.userinfo else f"{self.userinfo}@"
-        pieces, hidden = _pieces(self.query), self.credentials
-        kept = [_shown(piece, lambda address: address.identity) for piece in pieces if _pair(piece)[0] not in hidden]
-        return f"{self.head}{user}{self.path}{_joined(self.query, kept)}{self.fragment}"
+        kept = [each for each in self.parameters if not each.is_credential]
+        return f"{self.head}{user}{self.path}{_joined(kept, lambda address: address.identity)}"
 
     @property
     def _split(self) -> tuple[str, str]:
         """The path, and the part that may be a query."""
-        text = self.path + self.query + self.fragment
-        start = (_WEB_QUERY if _is_web(self.scheme) else _QUERY).search(text)
-        if start is None or self.scheme == "file":
-            return text, ""
-        return text[: start.start()], text[start.start() :]
+        text = self.path + self.query
+        start = None if self.scheme == "file" else (_WEB_QUERY if _is_web(self.scheme) else _QUERY).search(text)
+        return (text, "") if start is None else (text[: start.start()], text[start.start() :])
 
 
 @dataclass(frozen=True, repr=False)
 class Address:
-    """A path or URL that is shown without its credentials. ``reveal`` returns it for opening.
+    """A path or URL that is shown without its credentials.
 
     >>> Address("s3://KEY:SECRET@bucket/run?secret_key=SECRET")
     's3://bucket/run'
@@ -140,30 +140,29 @@ class Address:
     """
 
     raw: str
+    """The address as given."""
 
-    def reveal(self) -> str:
-        """Return the address as given."""
-        return self.raw
+    @cached_property
+    def parts(self) -> tuple[tuple[str, Link | None], ...]:
+        """The addresses of a chain, as given and parsed. Those without a scheme are not parsed."""
+        return tuple((part, _parsed(part)) for part in _LINKS.split(self.raw))
+
+    @property
+    def links(self) -> tuple[Link, ...]:
+        """The parts of the address that have a scheme."""
+        return tuple(link for _, link in self.parts if link is not None)
 
     @cached_property
     def public(self) -> str:
         """The address for display, without parts that may be credentials."""
-        return "::".join(map(_public, _LINKS.split(self.raw)))
+        return "::".join(_without_user(part) if link is None else link.public for part, link in self.parts)
 
     @cached_property
     def identity(self) -> str:
         """The address without its credentials, equal for all credentials. Without any, the unchanged text."""
-        return "::".join(map(_identity, _LINKS.split(self.raw)))
-
-    @cached_property
-    def parts(self) -> tuple[Address, ...]:
-        """The addresses of a chain."""
-        return tuple(map(Address, _LINKS.split(self.raw)))
-
-    @cached_property
-    def links(self) -> tuple[Link, ...]:
-        """The parts of the address that have a scheme."""
-        return tuple(link for part in _LINKS.split(self.raw) if (link := _parsed(part)) is not None)
+        return "::".join(
+            link.identity if link is not None and link.head.endswith("//") else part for part, link in self.parts
+        )
 
     def __str__(self) -> str:
         return self.public
@@ -208,22 +207,16 @@ def _parsed(part: str) -> Link | None:
         userinfo, rest, dubious = "", match[3], ""
     else:
         userinfo, rest, dubious = _split_user(scheme, match[3])
-    if scheme == "file":
-        return Link(head, userinfo, rest)
     if _is_web(scheme):
-        rest, sign, fragment = rest.partition("#")
         start = _WEB_QUERY.search(rest)  # a "?" without "=" belongs to a glob pattern
-        path, query = (rest[: start.start()], rest[start.start() :]) if start else (rest, "")
-        fragment = sign + fragment
-        if any(_is_credential(_pair(piece)[0], False) for piece in _pieces(fragment)):
-            return Link(head, userinfo, path, query + fragment, "", dubious)
-        return Link(head, userinfo, path, query, fragment, dubious)
+        cut = len(rest) if start is None else start.start()
+        return Link(head, userinfo, rest[:cut], rest[cut:], dubious)
     path, mark, query = rest.rpartition("?")
-    names = [_pair(f"?{piece}")[0] for piece in query.split("&")]
-    signed = _signed(mark + query)
-    if mark and "=" in query and all(name in URL_OPTIONS or _is_credential(name, signed) for name in names):
-        return Link(head, userinfo, path, mark + query, "", dubious)
-    return Link(head, userinfo, rest, "", "", dubious)
+    names = [unquote(piece.partition("=")[0]) for piece in query.split("&")]
+    known = all(name in URL_OPTIONS or certain for name, certain in zip(names, _certain(names), strict=True))
+    if mark and "=" in query and scheme != "file" and known:
+        return Link(head, userinfo, path, mark + query, dubious)
+    return Link(head, userinfo, rest, "", dubious)
 
 
 def _split_user(scheme: str, rest: str) -> tuple[str, str, str]:
@@ -244,56 +237,38 @@ def _split_user(scheme: str, rest: str) -> tuple[str, str, str]:
     return "", rest, "" if is_host else userinfo
 
 
-def _public(part: str) -> str:
-    if (link := _parsed(part)) is not None:
-        return link.public
+def _without_user(part: str) -> str:
+    """Return a part without a scheme, or with a mistyped one, without its user and password."""
     mistyped = _MISTYPED.fullmatch(part)
     return part if mistyped is None else mistyped[1] + mistyped[3]
 
 
-def _identity(part: str) -> str:
-    link = _parsed(part)
-    return part if link is None or not link.head.endswith("//") else link.identity
+def _parameters(query: str) -> tuple[Parameter, ...]:
+    pieces = [piece for piece in _PIECES.split(query) if piece]
+    pairs = [tuple(map(unquote, piece[1:].partition("="))) for piece in pieces]
+    found = []
+    for piece, (name, mark, value), certain in zip(pieces, pairs, _certain([name for name, *_ in pairs]), strict=True):
+        suspect = certain or name.lower() == "key" if mark else piece.startswith("&")
+        found.append(Parameter(piece, name, value if mark else name, certain, suspect))
+    return tuple(found)
 
 
-def _pieces(query: str) -> list[str]:
-    return [piece for piece in _PIECES.split(query) if piece]
+def _certain(names: list[str]) -> list[bool]:
+    """Return for each name of a query whether its value is certainly a credential."""
+    spelt = [name.lower().replace("-", "_") for name in names]
+    signed = any(map(_SIGNED.fullmatch, spelt))
+    return [bool(_CREDENTIAL.fullmatch(name) or (signed and _OF_SIGNATURES.fullmatch(name))) for name in spelt]
 
 
-def _pair(piece: str) -> tuple[str, str]:
-    name, _, value = piece[1:].partition("=")
-    return unquote(name), unquote(value)
-
-
-def _joined(query: str, kept: list[str]) -> str:
-    if kept and query.startswith("?") and kept[0].startswith(("&", ";")):
-        kept[0] = "?" + kept[0][1:]
-    return "".join(kept)
-
-
-def _shown(piece: str, text_of: Callable[[Address], str]) -> str:
-    """Return a parameter without the credentials of an address that is its value."""
-    name, value = _pair(piece) if "=" in piece else ("", "")
-    address = as_address(name, value)
-    text = text_of(address)
-    return piece if text == address.raw else f"{piece[0]}{name}={quote(text, safe='/:')}"
-
-
-def _suspected(piece: str, signed: bool) -> tuple[str, bool]:
-    """Return the value of a parameter, and True if it may be a credential."""
-    name, value = _pair(piece)
-    if "=" not in piece:
-        return name, piece.startswith("&")
-    return value, name.lower() == "key" or _is_credential(name, signed)
-
-
-def _is_credential(name: str, signed: bool) -> bool:
-    spelt = name.lower().replace("-", "_")
-    return _CREDENTIAL.fullmatch(spelt) is not None or (signed and _OF_SIGNATURES.fullmatch(spelt) is not None)
-
-
-def _signed(query: str) -> bool:
-    return any(_SIGNED.fullmatch(_pair(piece)[0].lower().replace("-", "_")) for piece in _pieces(query))
+def _joined(kept: list[Parameter], text_of: Callable[[Address], str]) -> str:
+    """Return a query of some parameters, without the credentials of addresses that are their values."""
+    texts = []
+    for each in kept:
+        address = as_address(each.name, each.value if "=" in each.text else "")
+        text = text_of(address)
+        texts.append(each.text if text == address.raw else f"{each.text[0]}{each.name}={quote(text, safe='/:')}")
+    joined = "".join(texts)
+    return f"?{joined[1:]}" if joined.startswith(("&", ";")) else joined
 
 
 def _is_web(scheme: str) -> bool:

@@ -130,7 +130,7 @@ def native_options(link: Link) -> tuple[str, dict[str, str]]:
         )
     name, password = link.user
     user = {"access_key": name, "secret_key": password} if link.userinfo else {}
-    return link.path, {**dict(link.parameters), **user}
+    return link.path, {**{each.name: each.value for each in link.parameters}, **user}
 
 
 @lru_cache(maxsize=16)
@@ -189,12 +189,12 @@ def _by_fsspec(
         import fsspec
     except ImportError:
         raise MidepochError(f"{scheme}:// needs fsspec: `pip install fsspec` and the package for {scheme}.") from None
-    parts = []
-    for part in address.parts:
-        own = _fsspec_options(part.links[0]) if part.links else None
-        parts.append(part.reveal() if own is None else part.links[0].target)
-        if own:
-            _add_options(options, part.links[0].scheme, own, first=part is address.parts[0])
+    parts: list[str] = []
+    for text, link in address.parts:
+        own = None if link is None else _fsspec_options(link)
+        if link is not None and own:
+            _add_options(options, link.scheme, own, first=not parts)
+        parts.append(text if link is None or own is None else link.target)
     redact_logs()
     filesystem, inner = fsspec.core.url_to_fs("::".join(parts), **options)
     if Address(inner).identity != inner:
@@ -230,7 +230,7 @@ def _fsspec_options(link: Link) -> dict[str, Any] | None:
         return dict(zip(("key", "secret"), link.user, strict=True)) if link.userinfo else {}
     if link.scheme not in ("http", "https"):
         return None
-    if len(link.credentials) < len(link.parameters):
+    if not all(each.is_credential for each in link.parameters):
         raise ValueError(
             f"{link._replace(query='').public} has a query that is not a signature, and queries are not saved in "
             "an index. Use the plain address, and storage_options (of fsspec's http file system) for the query"
@@ -239,6 +239,6 @@ def _fsspec_options(link: Link) -> dict[str, Any] | None:
     if link.userinfo:
         user = base64.b64encode(":".join(link.user).encode()).decode()
         own["client_kwargs"] = {"headers": {"Authorization": f"Basic {user}"}}
-    if link.credentials:
-        own["params"] = link.credentials
+    if link.parameters:
+        own["params"] = {each.name: each.value for each in link.parameters}
     return own

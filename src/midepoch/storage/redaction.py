@@ -129,10 +129,10 @@ def _of_link(link: Link) -> Iterator[str]:
         yield name
     if link.dubious:
         yield from (link.dubious.partition(":")[2], link.dubious.partition("/")[2])
-    for piece, value, hidden in link.suspects:
-        yield from _values_in(as_address(piece.partition("=")[0], value), "")
-        if hidden:
-            yield value
+    for each in link.suspects:
+        yield from _values_in(as_address(each.name, each.value), "")
+        if each.is_suspect:
+            yield each.value
 
 
 def _basic(name: str, password: str) -> str:
