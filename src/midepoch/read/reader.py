@@ -55,10 +55,10 @@ class Reader:
         self._numbers = [schema.get_field_index(name) for name in names]
         self.schema = pa.schema([schema.field(i) for i in self._numbers], metadata=schema.metadata)
         self._source, self._skip_corrupt = source, skip_corrupt
-        self._blocks: Blocks | FetchedBlocks = Blocks(source)
-        self._fetched = FetchedBlocks(source, names, sharers, threads, timings) if source.access is not None else None
+        self._fetched = None if source.access is None else FetchedBlocks(source, names, sharers, threads, timings)
+        self._blocks = self._fetched or Blocks(source)
         if self._fetched is not None:  # such blocks hold only the requested columns
-            self._blocks, self._numbers = self._fetched, list(range(len(names)))
+            self._numbers = list(range(len(names)))
         self._starts = source.layout.block_starts
         count = len(self._starts) - 1
         sizes = np.diff(self._starts)

@@ -52,7 +52,8 @@ def resolve(
     secrets = Secrets.of(address, options)
     try:
         if is_hub_path(path):
-            return _of_hub(path.split("://", 1)[1], options, secrets, given or _HUB_RETRY)
+            store = Store(HubFiles.of_options(options), "hf://", secrets, given or _HUB_RETRY)
+            return store, parse_hub_path(path.split("://", 1)[1]).given
         if scheme in _NATIVE:
             return _native(address, options, secrets, retry)
         return _by_fsspec(scheme, address, options, secrets, retry)
@@ -114,10 +115,6 @@ def _native(address: Address, options: dict[str, Any], secrets: Secrets, retry: 
             raise ValueError("account_name is missing: give it, or set AZURE_STORAGE_ACCOUNT_NAME")
         made = fs.AzureFileSystem(account, **options)
     return Store(made, f"{link.scheme}://", secrets, retry), inner.rstrip("/")
-
-
-def _of_hub(path: str, options: dict[str, Any], secrets: Secrets, retry: Retry) -> tuple[Store, str]:
-    return Store(HubFiles.of_options(options), "hf://", secrets, retry), parse_hub_path(path).given
 
 
 def native_options(link: Link) -> tuple[str, dict[str, str]]:

@@ -26,12 +26,6 @@ _PLACES = ("host", "port", "share", "org", "repo", "sha", "fo")
 class FsspecHandler(fs.FSSpecHandler):  # type: ignore[misc]
     """Handler that gives pyarrow access to an fsspec file system."""
 
-    def open_input_stream(self, path: str) -> Any:
-        return self._opened(path)
-
-    def open_input_file(self, path: str) -> Any:
-        return self._opened(path)
-
     @staticmethod
     def _create_file_info(path: str, info: dict[str, Any]) -> fs.FileInfo:
         """Add the modification time, which every file system names differently."""
@@ -78,7 +72,7 @@ class FsspecHandler(fs.FSSpecHandler):  # type: ignore[misc]
             return str(file.xet_hash)
         raise FileNotFoundError(path)
 
-    def _opened(self, path: str) -> Any:
+    def open_input_file(self, path: str) -> Any:
         inner = _inner(self.fs)
         # Files are independent where every read is a request, on disk, and on the Hub.
         if getattr(inner, "async_impl", False) or _is_of_kind(inner, "file", "hf"):
@@ -101,6 +95,8 @@ class FsspecHandler(fs.FSSpecHandler):  # type: ignore[misc]
         with lock:
             size = file.seek(0, os.SEEK_END)
         return pa.PythonFile(RangeFile(size, in_turn, file.close), mode="r")
+
+    open_input_stream = open_input_file
 
     def _open_existing(self, path: str) -> Any:
         if not self.fs.isfile(path):

@@ -239,8 +239,7 @@ def files_below(hub: Hub, of: HubPath, commit: str, persist: Persist[Any], *, re
             files, url = persist(partial(hub.page, of._replace(revision=commit), url))  # a failure repeats one page
             found += files
         below = [file for file in found if not of.path or file.path.startswith(f"{of.path}/")]
-        about = {"repo": of.repo, "folder": of.path, "commit": commit}
-        return {**about, **{name: [getattr(file, name) for file in below] for name in _COLUMNS}}
+        return {name: [getattr(file, name) for file in below] for name in _COLUMNS}
 
     path = _path("listing", hub.endpoint, of.repo, of.path, str(recursive), commit=commit)
     saved = _saved_or(path, f"the listing of hf://{of.root}", set(_COLUMNS).issubset, look_up)
