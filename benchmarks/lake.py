@@ -1,6 +1,6 @@
 """Structured files, what is not throughput: opening, resuming, memory. `python -m benchmarks.lake`.
 
-Bytes fetched from an object store are counted in the tests (`tests/sources/test_object_store.py`), where they decide.
+Bytes fetched from an object store are counted in the tests (`tests/storage/test_object_store.py`), where they decide.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 It serves dataset repositories with commits: revisions, listings in pages, and files. Large files are redirected to a
 second server with signed addresses, as to the Hub's content delivery network. Faults can be injected. Its faithfulness
-is tested with the Hub's own client (``tests/sources/test_hub_server.py``).
+is tested with the Hub's own client (``tests/storage/test_hub_server.py``).
 """
 
 from __future__ import annotations
