@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
-from numpy.lib.stride_tricks import sliding_window_view
 
 from midepoch._internal.recycled import empty
 from midepoch._native import copy_ranges
@@ -112,7 +111,8 @@ class _Group:
         """Return a view of rows of ``width`` bytes that begin at every byte. No memory is read until it is indexed."""
         view = self._views.get(width)
         if view is None:
-            view = self._views[width] = sliding_window_view(self.flat, width)
+            rows = len(self.flat) - width + 1
+            view = self._views[width] = np.ndarray((rows, width), np.uint8, self.flat, strides=(1, 1))
         return view
 
     def gather(self, addresses: Int64Array, width: int) -> Bytes:
