@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import errno
 import hashlib
-import json
 import logging
 import os
 import secrets
@@ -24,7 +23,6 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
 
 from midepoch._internal.processes import alive, machine
 
@@ -45,6 +43,7 @@ _BEAT_SECONDS = 1.0
 _IGNORED_LIMITS = 10
 
 _NOTE_BYTES, _NOTES = 256, 1024  # of a lock file: descriptions of the holders, at most 256 KiB
+_UNKNOWN = "another process"
 
 
 class LockFile:
@@ -61,7 +60,7 @@ class LockFile:
         self._close.atexit = False  # the system closes the file at exit
         self._guard = threading.Lock()
         self._first_seen: dict[int, tuple[bytes, float]] = {}
-        self._ignored: dict[tuple[str, int] | None, float] = {}
+        self._ignored: dict[str, float] = {}
         check_owner(path)
 
     def acquire(self, number: int, task: str, *, wait: bool, limit: float | None = None) -> bool:
@@ -72,21 +71,26 @@ class LockFile:
         limit = LIMIT_SECONDS if limit is None else limit
         started, next_notice = time.monotonic(), NOTICE_SECONDS
         while not self._try(number):
-            holder, silent = self._holder(number)
+            holder, since, silent = self._holder(number)
             waited = time.monotonic() - started
-            if time.monotonic() < self._ignored.get(_key(holder), 0.0):
+            if time.monotonic() < self._ignored.get(holder, 0.0):
                 return True
             if silent >= limit or waited >= LONGEST_SECONDS:
-                self._ignore(holder, task, max(silent, waited), limit)
+                if holder != _UNKNOWN:  # it may hold other locks as well
+                    self._ignored[holder] = time.monotonic() + _IGNORED_LIMITS * limit
+                _log.warning(
+                    "%s%s holds the lock %s and has not finished %s after %.0f s: this process does the work itself.",
+                    holder, since, self._path, task, max(silent, waited),
+                )  # fmt: skip
                 return True
             if not wait:
                 return False
             if waited >= next_notice:
                 next_notice = waited + _REPEAT_SECONDS
                 _log.warning(
-                    "waiting for %s, which holds the lock %s, to finish %s. Continue or end that process if it is "
+                    "waiting for %s%s, which holds the lock %s, to finish %s. Continue or end that process if it is "
                     "stopped. After %.0f s without a sign of life from it, this process does the work itself.",
-                    _described(holder), self._path, task, limit,
+                    holder, since, self._path, task, limit,
                 )  # fmt: skip
             time.sleep(min(0.1, 0.002 + waited / 20))
         self._first_seen.pop(number, None)
@@ -134,14 +138,14 @@ class LockFile:
         return True
 
     def _write_note(self, number: int, since: str, beats: int) -> None:
-        note = {"lock": number, "pid": os.getpid(), "host": socket.gethostname(), "since": since, "beats": beats}
-        text = json.dumps(note).encode().ljust(_NOTE_BYTES)
+        owner = f"process {os.getpid()} on host {socket.gethostname()}"
+        text = f"{number}\t{owner}\t{since}\t{beats}".encode().ljust(_NOTE_BYTES)
         with self._guard, suppress(OSError):  # a full disk
             if self._fd is not None and len(text) == _NOTE_BYTES:
                 os.pwrite(self._fd, text, number % _NOTES * _NOTE_BYTES)
 
-    def _holder(self, number: int) -> tuple[dict[str, Any] | None, float]:
-        """Return the note of a lock's holder (None if it is not legible) and the seconds since it changed."""
+    def _holder(self, number: int) -> tuple[str, str, float]:
+        """Return the holder of a lock, since when it holds it, and the seconds since its note changed."""
         text = b""
         with suppress(OSError):
             if self._fd is not None:
@@ -150,21 +154,11 @@ class LockFile:
         seen = self._first_seen.get(number)
         if seen is None or seen[0] != text:
             seen = self._first_seen[number] = (text, now)
-        try:
-            note = json.loads(text)
-            legible = note["lock"] == number and {"pid", "host", "since"} <= note.keys()
-        except (ValueError, KeyError, TypeError):
-            legible = False
-        return note if legible else None, now - seen[1]
-
-    def _ignore(self, holder: dict[str, Any] | None, task: str, seconds: float, limit: float) -> None:
-        """Ignore this holder for a while: it may hold other locks as well."""
-        if holder is not None:
-            self._ignored[_key(holder)] = time.monotonic() + _IGNORED_LIMITS * limit
-        _log.warning(
-            "%s holds the lock %s and has not finished %s after %.0f s: this process does the work itself.",
-            _described(holder), self._path, task, seconds,
-        )  # fmt: skip
+        noted, *about = text.decode(errors="replace").split("\t")
+        holder, since = (
+            (about[0], f" (since {about[1]})") if noted == str(number) and len(about) == 3 else (_UNKNOWN, "")
+        )
+        return holder, since, now - seen[1]
 
 
 def check_owner(path: Path) -> None:
@@ -178,16 +172,6 @@ def check_owner(path: Path) -> None:
 
 def _now() -> str:
     return time.strftime("%Y-%m-%d %H:%M:%S %z")
-
-
-def _key(holder: dict[str, Any] | None) -> tuple[str, int] | None:
-    return None if holder is None else (str(holder["host"]), holder["pid"])
-
-
-def _described(holder: dict[str, Any] | None) -> str:
-    if holder is None:
-        return "another process"
-    return f"process {holder['pid']} on host {holder['host']} (since {holder['since']})"
 
 
 _NETWORK = ("nfs", "cifs", "smb", "lustre", "fuse", "gpfs", "beegfs", "9p", "ceph")
