@@ -88,8 +88,8 @@ def refusal(problem: Exception, text: str) -> Exception:
 def changed(path: str, difference: str) -> DataChangedError:
     """Return the error for a file that is no longer as it was indexed."""
     return DataChangedError(
-        f"{path} has changed since it was indexed ({difference}). Open the dataset again to use the new contents; "
-        "a state saved before will then be refused."
+        f"{path} has changed since it was indexed ({difference}). Open the dataset again with force_reindex=True to "
+        "use the new contents. A state saved before will then be refused."
     )
 
 

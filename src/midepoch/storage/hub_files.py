@@ -25,9 +25,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from midepoch.errors import DataChangedError, FetchError
+from midepoch.errors import FetchError
 from midepoch.storage.address import Address
 from midepoch.storage.cache_files import atomic_write, default_index_dir, locked
+from midepoch.storage.damage import changed
 from midepoch.storage.hub_api import DEFAULT_ENDPOINT, Hub, HubPath, origin_of, parse_hub_path
 from midepoch.storage.open_files import Entry, RangeFile
 
@@ -170,11 +171,8 @@ def _check_etag(file: Entry, etag: str) -> None:
     etag = etag.removeprefix("W/").strip('"')
     comparable = len(etag) == len(file.etag)  # servers may name the hash of a pointer instead of that of the contents
     if comparable and _HASH.fullmatch(etag) and etag != file.etag:
-        raise DataChangedError(
-            f"hf://{file.path} has changed since it was indexed (its ETag differs). Open the dataset again with "
-            "force_reindex=True to use the new contents, or name the commit of the old ones: hf://datasets/ORG/NAME"
-            "@COMMIT. A state saved before belongs to the old contents."
-        )
+        hint = "its ETag differs; the old contents are at hf://datasets/ORG/NAME@COMMIT"
+        raise changed(f"hf://{file.path}", hint)
 
 
 def _contents(answer: Any, file: Entry, start: int, stop: int) -> bytes:
@@ -190,10 +188,7 @@ def _contents(answer: Any, file: Entry, start: int, stop: int) -> bytes:
     else:
         raise ConnectionError(f"the server of the files answered HTTP status {answer.status_code}")
     if whole != file.size:
-        raise DataChangedError(
-            f"hf://{file.path} has {whole} bytes and had {file.size} when it was indexed. Open the dataset again with "
-            "force_reindex=True."
-        )
+        raise changed(f"hf://{file.path}", f"it has {whole} bytes and had {file.size}")
     if len(body) != stop - start:
         raise ConnectionError(f"fewer than the {stop - start} bytes requested from byte {start} on were received")
     return bytes(body)

@@ -20,9 +20,9 @@ import pyarrow as pa
 import pyarrow.fs as fs
 
 from midepoch._internal.hints import hinted_methods
-from midepoch.errors import CorruptBlockError, DataChangedError, DataNotFoundError, FetchError, MidepochError
+from midepoch.errors import CorruptBlockError, DataNotFoundError, FetchError, MidepochError
 from midepoch.storage.address import Address
-from midepoch.storage.damage import PAUSES, is_damage, refusal
+from midepoch.storage.damage import PAUSES, changed, is_damage, refusal
 from midepoch.storage.fsspec_files import FsspecHandler, is_foreign, options_of
 from midepoch.storage.hub_files import HubFiles
 from midepoch.storage.open_files import Entry as Entry
@@ -213,11 +213,7 @@ class Store:
             difference = "its modification time differs"
         else:
             return
-        raise DataChangedError(
-            f"{self.name(expected.path)} has changed since it was indexed ({difference}). "
-            "Open the dataset again with force_reindex=True to use the new contents. A state saved before will then "
-            "be refused."
-        )
+        raise changed(self.name(expected.path), difference)
 
     def persist(self, path: str, what: str, action: Callable[[], T]) -> T:
         """Run an action, and retry it after a pause if that may help. Raise FetchError with the attempts made."""
