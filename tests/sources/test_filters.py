@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +15,8 @@ import pytest
 import midepoch
 from midepoch.sources import lake as lake_module
 from midepoch.sources.filters import parse_filter
+from shard_files import write_litdata, write_mds
+from tar_files import write_tar
 
 
 def test_filters_differ_by_every_value_they_hold(tmp_path: Path) -> None:
@@ -111,3 +114,46 @@ def test_filters_of_one_text_and_two_types(tmp_path: Path) -> None:
     for each, rows in zip((narrow, wide), expected, strict=True):
         ds = midepoch.from_files(path, filters=each, index_dir=tmp_path / "ix", cache_dir=cache)
         assert [row["id"] for row in ds] == rows
+
+
+def write_arrow_files(folder: Path) -> None:
+    for name, columns in (("a", {"id": [1], "text": ["x"]}), ("b", {"id": [2, 3]})):
+        with (
+            pa.OSFile(str(folder / f"{name}.arrow"), "wb") as sink,
+            pa.ipc.new_file(sink, pa.table(columns).schema) as w,
+        ):
+            w.write_table(pa.table(columns))
+
+
+def write_tar_files(folder: Path) -> None:
+    write_tar(folder / "a.tar", [("1.id", b"1"), ("1.text", b"x")])
+    write_tar(folder / "b.tar", [("2.id", b"2"), ("3.id", b"3")])
+
+
+def write_mds_folders(folder: Path) -> None:
+    write_mds(folder / "a", {"id": "int", "text": "str"}, [{"id": 1, "text": "x"}])
+    write_mds(folder / "b", {"id": "int"}, [{"id": 2}, {"id": 3}])
+
+
+def write_litdata_folders(folder: Path) -> None:
+    write_litdata(folder / "a", [{"id": 1, "text": "x"}])
+    write_litdata(folder / "b", [{"id": 2}, {"id": 3}])
+
+
+@pytest.mark.parametrize(
+    ("write", "names"),
+    [
+        (write_arrow_files, "*.arrow"),
+        (write_tar_files, "*.tar"),
+        (write_mds_folders, "*"),
+        (write_litdata_folders, "*"),
+    ],
+)
+def test_rows_of_files_that_lack_all_columns_are_counted(
+    write: Callable[[Path], None], names: str, tmp_path: Path
+) -> None:
+    write(tmp_path)
+    paths = sorted(tmp_path.glob(names))
+    for columns in (["text"], ["id", "text"]):
+        ds = midepoch.from_files(paths, columns=columns, filters=pc.field("text").is_null())
+        assert [row["text"] for row in ds] == [None, None]

@@ -184,7 +184,7 @@ def test_manifests_that_cannot_be_read(change: Any, message: str, tmp_path: Path
 
 def test_a_chunk_needs_its_manifest(tmp_path: Path) -> None:
     chunk = written(tmp_path / "chunks") / "chunk-0-0.bin"
-    with pytest.raises(FormatError, match=r"chunk-0-0.bin: pass the folder of this chunk, which has its index.json"):
+    with pytest.raises(FormatError, match=r"chunk-0-0.bin: pass the folder of this file, which has its index.json"):
         midepoch.from_files(chunk, format="litdata")
 
 

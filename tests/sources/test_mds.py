@@ -363,7 +363,7 @@ def test_json_values_of_another_type_are_refused_and_never_converted(value: byte
     folder = Path(shutil.copytree(FIXTURES / "mds/json", tmp_path / "json"))
     ds = midepoch.from_files(folder)
     overwrite(folder / "shard.00000.json", 0, b'{"id":' + value.rjust(4) + b",")
-    with pytest.raises(CorruptBlockError, match=r"shard.00000.json: sample 0: .*column 'id' is .*, expected int"):
+    with pytest.raises(CorruptBlockError, match=r"shard.00000.json: sample 0, column 'id': it is .*, expected int"):
         list(ds)
 
 
@@ -372,7 +372,7 @@ def test_damaged_lines_of_text_shards(tmp_path: Path) -> None:
     ds = midepoch.from_files(folder)
     shard = folder / "shard.00001.tsv"
     overwrite(shard, shard.read_bytes().index(b"\n") + 1, b"x")  # after the names of the columns
-    with pytest.raises(CorruptBlockError, match=r"shard.00001.tsv: sample 0: its line cannot be read"):
+    with pytest.raises(CorruptBlockError, match=r"shard.00001.tsv: sample 0, column 'id': it is 'x', expected int"):
         list(ds)
     (folder / "shard.00001.tsv.meta").unlink()
     with pytest.raises(DataNotFoundError, match=r"shard.00001.tsv.meta does not exist, but .*index.json names it"):

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -24,7 +24,7 @@ from midepoch.sources.files import DataFiles
 from midepoch.sources.filters import Filter, comparable
 from midepoch.sources.fingerprints import SKIPPED
 from midepoch.sources.folders import Listing
-from midepoch.sources.formats import GROUPED, Block, ListedFormat, Member, Scanned, format_named
+from midepoch.sources.formats import GROUPED, Block, Member, Scanned, format_named
 from midepoch.sources.index import (
     Footers,
     Index,
@@ -163,7 +163,7 @@ def _build(request: Request, found: DataFiles, progress: Progress | None) -> Ind
     store, report = found.store, progress or _quiet
     items: Sequence[Any] = found.entries
     if found.listed:
-        items = cast(ListedFormat, format_named(found.format)).members(store, found.entries)
+        items = format_named(found.format).members(store, found.entries)
     entries = [item.entry if found.listed else item for item in items]
     total = len(entries) * (1 if request.filter is None else 2)
     scan_one = partial(_scanned, store, found.format, request.skip_damage)
@@ -253,8 +253,7 @@ def _scanned(store: Store, form: str, skip_damage: bool, item: Entry | Member) -
     format_ = format_named(form)
     try:
         if isinstance(item, Member):
-            listing = cast(ListedFormat, format_)
-            return store.persist(item.entry.path, "indexed", lambda: listing.scan_member(store, item))
+            return store.persist(item.entry.path, "indexed", lambda: format_.scan_member(store, item))
         return store.persist(item.path, "indexed", lambda: format_.scan(store, item, skip_damage=skip_damage))
     except (CorruptBlockError, DamageError) as problem:
         if not skip_damage:

@@ -8,7 +8,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import pyarrow as pa
 
-from midepoch.errors import DataError
+from midepoch.errors import DataError, FormatError
 from midepoch.sources.arrow_ipc import Chains
 from midepoch.storage.open_files import Entry
 from midepoch.storage.stores import Store
@@ -72,24 +72,6 @@ class Block:
     scratch: Scratch = Scratch()
 
 
-class Format(Protocol):
-    """One file format."""
-
-    def scan(self, store: Store, entry: Entry, *, skip_damage: bool) -> Scanned:
-        """Find all blocks. May be called again after a failure of the store."""
-        ...
-
-    def decode(self, store: Store, block: Block, schema: pa.Schema, columns: Sequence[str]) -> pa.Table:
-        """Return those columns that the file has, in types as close to ``schema`` as the file allows."""
-        ...
-
-    def excluded(
-        self, block: Block, expression: Any, schema: pa.Schema, partition: Any, columns: Sequence[str]
-    ) -> bool:
-        """Return True if statistics prove that no row of the block passes the filter, which uses these columns."""
-        ...
-
-
 @dataclass(frozen=True)
 class Member:
     """A file that a manifest names, and what the manifest says about it."""
@@ -98,16 +80,39 @@ class Member:
     about: dict[str, Any]
 
 
-class ListedFormat(Protocol):
-    """A format whose files are named by a manifest. Its blocks are decoded as those of any ``Format``."""
+class Format:
+    """One file format: it divides a file into blocks, and decodes a block.
+
+    Files that a manifest names have ``members`` and ``scan_member``. Files of tables and media are scanned together,
+    not by their format.
+    """
+
+    def scan(self, store: Store, entry: Entry, *, skip_damage: bool) -> Scanned:
+        """Find all blocks. May be called again after a failure of the store."""
+        raise FormatError(f"{store.name(entry.path)}: pass the folder of this file, which has its index.json.")
 
     def members(self, store: Store, manifests: Sequence[Entry]) -> list[Member]:
         """Return the data files of all manifests, in order. Raise DataNotFoundError if one is missing."""
-        ...
+        raise NotImplementedError
 
     def scan_member(self, store: Store, member: Member) -> Scanned:
-        """Find all blocks of one file. May be called again after a failure of the store."""
-        ...
+        """Find all blocks of a file that a manifest names. May be called again after a failure of the store."""
+        raise NotImplementedError
+
+    def decode(self, store: Store, block: Block, schema: pa.Schema, columns: Sequence[str]) -> pa.Table:
+        """Return those columns that the file has, in types as close to ``schema`` as the file allows."""
+        raise NotImplementedError
+
+    def excluded(
+        self, block: Block, expression: Any, schema: pa.Schema, partition: Any, columns: Sequence[str]
+    ) -> bool:
+        """Return True if statistics prove that no row of the block passes the filter, which uses these columns."""
+        return False
+
+
+def table_of(names: Sequence[str], arrays: Sequence[Any], rows: int) -> pa.Table:
+    """Return arrays as a table, which knows its number of rows even without columns."""
+    return pa.table([pa.nulls(rows), *arrays], names=["", *names]).select(range(1, len(names) + 1))
 
 
 @runtime_checkable
@@ -128,10 +133,3 @@ class InPlace(Protocol):
         the file does not contain.
         """
         ...
-
-
-class NoStatistics:
-    """Mixin for formats without statistics of blocks."""
-
-    def excluded(self, *_about: Any) -> bool:
-        return False

@@ -18,7 +18,7 @@ import pyarrow as pa
 import pyarrow.csv as pc
 
 from midepoch.errors import FormatError
-from midepoch.sources.formats.base import Block, NoStatistics, Scanned
+from midepoch.sources.formats.base import Block, Format, Scanned, table_of
 from midepoch.sources.formats.compressed import contents
 from midepoch.sources.formats.cutting import Int64Array, broken_quoted_rows, broken_rows, is_closed, row_ends
 from midepoch.sources.formats.lines import read_rows, scan_lines
@@ -30,7 +30,7 @@ from midepoch.storage.stores import Store
 _HEADER = 1 << 20
 
 
-class CsvFormat(NoStatistics):
+class CsvFormat(Format):
     """Format with blocks of about 8 MB. An empty field is null, or the empty text in text columns.
 
     ``code``: the character code of the delimiter. By default, the names of files determine it.
@@ -59,7 +59,7 @@ class CsvFormat(NoStatistics):
         present = [name for name in columns if name in names]
         data, delimiter = read_rows(store, block), self._chosen or _delimiter(block.entry.path)
         if not present:
-            return pa.table({"": pa.nulls(_parse(data, names, delimiter).num_rows)}).select([])
+            return table_of([], [], _parse(data, names, delimiter).num_rows)
         return _parse(data, names, delimiter, present, {name: schema.field(name).type for name in present})
 
 
@@ -153,7 +153,7 @@ _FEED, _RETURN = b"\n\r"
 _LONGEST = (1 << 31) - 1
 
 
-class TextFormat(NoStatistics):
+class TextFormat(Format):
     """Format with blocks of about 8 MB."""
 
     def scan(self, store: Store, entry: Entry, *, skip_damage: bool) -> Scanned:
@@ -161,7 +161,7 @@ class TextFormat(NoStatistics):
         found.schema = _SCHEMA
         return found
 
-    def decode(self, store: Store, block: Block, schema: pa.Schema, columns: Sequence[str]) -> pa.Table:  # noqa: ARG002
+    def decode(self, store: Store, block: Block, schema: pa.Schema, columns: Sequence[str]) -> pa.Table:
         lines = _lines(read_rows(store, block))
         return pa.table([lines], schema=_SCHEMA).select([name for name in columns if name == COLUMN])
 
@@ -178,7 +178,7 @@ class _TextLines:
             is_end[:-1] |= (values[:-1] == _RETURN) & ~is_end[1:]
         return np.flatnonzero(is_end) + 1
 
-    def has_rows(self, data: bytes, head: bytes) -> bool:  # noqa: ARG002
+    def has_rows(self, data: bytes, head: bytes) -> bool:
         return len(data) > 0
 
     def parse(self, data: bytes) -> pa.Table:

@@ -8,12 +8,12 @@ import pyarrow as pa
 
 from midepoch.sources.arrow_ipc import BatchReader, walk
 from midepoch.sources.dictionaries import plain_array
-from midepoch.sources.formats.base import Block, NoStatistics, Scanned
+from midepoch.sources.formats.base import Block, Format, Scanned, table_of
 from midepoch.storage.open_files import Entry
 from midepoch.storage.stores import Store
 
 
-class ArrowFormat(NoStatistics):
+class ArrowFormat(Format):
     """Format whose blocks are record batches. All columns of a block are fetched."""
 
     def scan(self, store: Store, entry: Entry, *, skip_damage: bool) -> Scanned:
@@ -25,9 +25,9 @@ class ArrowFormat(NoStatistics):
             complete=found.complete,
         )  # fmt: skip
 
-    def decode(self, store: Store, block: Block, schema: pa.Schema, columns: Sequence[str]) -> pa.Table:  # noqa: ARG002
+    def decode(self, store: Store, block: Block, schema: pa.Schema, columns: Sequence[str]) -> pa.Table:
         with store.open(block.entry) as file:
             batch = BatchReader(file.read_at, file.size).read(block.offset, block.end, block.dictionaries)
         available = set(batch.schema.names)
         present = [name for name in columns if name in available]
-        return pa.table([plain_array(batch.column(name)) for name in present], names=present)
+        return table_of(present, [plain_array(batch.column(name)) for name in present], batch.num_rows)

@@ -13,7 +13,7 @@ import pyarrow.json as pj
 
 from midepoch.errors import FormatError
 from midepoch.sources.formats import lines
-from midepoch.sources.formats.base import Block, NoStatistics, Scanned
+from midepoch.sources.formats.base import Block, Format, Scanned, table_of
 from midepoch.sources.formats.compressed import contents
 from midepoch.sources.formats.cutting import (
     SPACE,
@@ -39,7 +39,7 @@ and pyarrow crashes at about 10,000."""
 _MIXED = re.compile(r"Column\(/(?:/\[\]/)?(.+)\) changed from (\w+) to (\w+)")
 
 
-class JsonFormat(NoStatistics):
+class JsonFormat(Format):
     """Format with blocks of about 8 MB. Missing fields are null. Types are those of the complete set of files."""
 
     def scan(self, store: Store, entry: Entry, *, skip_damage: bool) -> Scanned:
@@ -80,7 +80,7 @@ class _JsonLines:
     def ends(self, data: bytes) -> Int64Array:
         return row_ends(data, None)
 
-    def has_rows(self, data: bytes, head: bytes) -> bool:  # noqa: ARG002
+    def has_rows(self, data: bytes, head: bytes) -> bool:
         return False
 
     def parse(self, data: bytes) -> pa.Table:
@@ -107,7 +107,7 @@ class JsonArray:
         column = None if schema is None else pa.schema([("", pa.list_(pa.struct(list(schema))))])
         rows = _read(wrapped, column).column(0).combine_chunks().flatten()
         if not rows.type.num_fields:
-            return pa.table({"": pa.nulls(len(rows))}).select([])
+            return table_of([], [], len(rows))
         fields = [rows.type.field(i) for i in range(rows.type.num_fields)]
         return pa.table(rows.flatten(), schema=pa.schema(fields))
 
@@ -162,7 +162,7 @@ def _is_readable(data: bytes, check: Callable[[bytes], pa.Table]) -> bool:
 def _parse(data: bytes, schema: pa.Schema | None = None) -> pa.Table:
     """Return all rows. Each line must be one object."""
     if schema is not None and not len(schema):  # pyarrow would lose the number of rows
-        return pa.table({"": pa.nulls(_parse(data).num_rows)}).select([])
+        return table_of([], [], _parse(data).num_rows)
     return _read(data, schema)
 
 

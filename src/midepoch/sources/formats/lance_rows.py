@@ -18,10 +18,9 @@ import pyarrow as pa
 
 from midepoch.errors import CorruptBlockError, FetchError, MidepochError
 from midepoch.sources.dictionaries import plain_type
-from midepoch.sources.formats.base import Block, NoStatistics, Scanned
+from midepoch.sources.formats.base import Block, Format, table_of
 from midepoch.sources.table_folders import expired
 from midepoch.storage.fsspec_files import options_of
-from midepoch.storage.open_files import Entry
 from midepoch.storage.stores import Store
 
 _GONE = re.compile(r"not found|NoSuchKey|does not exist", re.IGNORECASE)
@@ -107,13 +106,10 @@ def read_rows(fragment: Any, columns: Sequence[str], start: int, stop: int) -> p
     ).to_table()
 
 
-class LanceFormat(NoStatistics):
-    """Format whose blocks are ranges of rows of a fragment."""
+class LanceFormat(Format):
+    """Format whose blocks are ranges of rows of a fragment. ``sources.tables.lance`` scans them with their table."""
 
-    def scan(self, store: Store, entry: Entry, *, skip_damage: bool) -> Scanned:
-        raise NotImplementedError("fragments are scanned with their table, by sources.tables.lance")
-
-    def decode(self, store: Store, block: Block, schema: pa.Schema, columns: Sequence[str]) -> pa.Table:  # noqa: ARG002
+    def decode(self, store: Store, block: Block, schema: pa.Schema, columns: Sequence[str]) -> pa.Table:
         about = json.loads(block.footer)
         assert block.end is not None
         name = f"fragment {about['fragment']} of {store.name(about['table'])}"
@@ -124,7 +120,7 @@ class LanceFormat(NoStatistics):
             if fragment is None:
                 raise CorruptBlockError(f"{name} is missing in version {about['version']}.")
             if not columns:
-                return pa.table({"": pa.nulls(block.end - block.offset)}).select([])
+                return table_of([], [], block.end - block.offset)
             table = read_rows(fragment, columns, block.offset, block.end)
         arrays = [_stored(column) for column in table.columns]
         return pa.table(dict(zip(table.schema.names, arrays, strict=True)))

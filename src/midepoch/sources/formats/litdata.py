@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Sequence
-from functools import cached_property
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,284 +19,41 @@ import pyarrow as pa
 from midepoch.errors import CorruptBlockError, DataNotFoundError, FormatError
 from midepoch.sources.arrow_ipc import BatchReader, walk
 from midepoch.sources.fingerprints import BEGINNING, fingerprint
-from midepoch.sources.formats.base import Block, Member, NoStatistics, Scanned
-from midepoch.sources.formats.litdata_leaves import Tree, dtype_of, leaf_encoding, parsed_tree
-from midepoch.sources.formats.mds import Encoding
+from midepoch.sources.formats.base import Block, Format, Member, Scanned
+from midepoch.sources.formats.litdata_leaves import dtype_of, leaf_encoding, parsed_tree
 from midepoch.sources.formats.records import (
     Bytes,
+    Candidate,
     Int64Array,
-    ShardFile,
+    Shard,
     Values,
-    beginning,
-    check_kind,
     columns_of,
-    contents_of,
     cut,
     damaged_offset,
+    decoded,
     fixed_arrays,
     footer_parts,
     naming,
     offsets_in,
+    packed_footer,
+    set_blocks,
+    shard_files,
 )
-from midepoch.sources.formats.records import packed_footer as packed
 from midepoch.sources.formats.tokens import COLUMN
-from midepoch.sources.manifests import files_beside, inside, read_manifest
+from midepoch.sources.manifests import inside, read_manifest
 from midepoch.storage.open_files import Entry
-from midepoch.storage.stores import OpenFile, Store
+from midepoch.storage.stores import Store
 
-ARROW_MAGIC = b"LDARW01\0"
-FRAMED_MAGIC = b"LDFZ01\0\0"
+_ARROW_MAGIC = b"LDARW01\0"
+_ARROW_TAIL = 4 + len(_ARROW_MAGIC)
+"""The length of the rows, and the magic number, at the end of a chunk."""
+_FRAMED_MAGIC = b"LDFZ01\0\0"
 _PREFIX = struct.Struct("<8sHHIII")
 _FRAME = struct.Struct("<IIQII")
-_COMPRESSED_BLOCK = 256 << 20
-_ALL = 1 << 62
-
-
-class LitdataChunk:
-    """An open chunk: samples with their offsets, or tokens. The whole file may be compressed."""
-
-    def __init__(self, file: OpenFile, about: dict[str, Any], name: str) -> None:
-        self.file, self.about, self.name = file, about, name
-        size = file.size if about["codec"] is None else _ALL
-        self._shard = ShardFile(Entry("", file.size, 0), about["codec"], size)
-
-    @staticmethod
-    def of_footer(file: OpenFile, footer: bytes, name: str) -> tuple[LitdataChunk, Int64Array]:
-        about, offsets = footer_parts(footer)
-        return LitdataChunk(file, about, name), offsets
-
-    @cached_property
-    def whole(self) -> bytes:
-        """The contents of a compressed chunk."""
-        return beginning(self.file, self._shard, _ALL, self.name)
-
-    def read(self, begin: int, end: int) -> Bytes:
-        """Return a range of the contents."""
-        if "whole" in self.__dict__:
-            return np.frombuffer(self.whole[begin:end], np.uint8)
-        return contents_of(self.file, self._shard, begin, end, self.name)
-
-    def read_beginning(self, size: int) -> bytes:
-        return beginning(self.file, self._shard, size, self.name)
-
-    @property
-    def size(self) -> int:
-        """Size of the contents. A compressed chunk is decompressed."""
-        return self.file.size if self._shard.codec is None else len(self.whole)
-
-    def ends_with(self, magic: bytes) -> bool:
-        """Return True if the chunk ends with these bytes. Without Arrow rows in a compressed chunk, it is not read."""
-        if self._shard.codec is not None and not self.about["arrow"]:
-            return False
-        return self.size > len(magic) and self.read(self.size - len(magic), self.size).tobytes() == magic
-
-    def scanned(self, head: bytes) -> Scanned:
-        """Find the blocks, from the beginning of the chunk."""
-        about, samples = self.about, self.about["samples"]
-        offsets = offsets_in(head, samples, self.name)
-        if self._shard.codec is None and offsets[-1] > self.file.size:
-            raise damaged_offset(self.name, samples - 1)
-        if about["layout"] == "tokens" and about["block"] is not None:
-            offsets = self._token_blocks(int(offsets[0]), int(offsets[-1]))
-        return self.described(offsets, cut(offsets, None if self._shard.codec is None else _COMPRESSED_BLOCK))
-
-    def _token_blocks(self, start: int, end: int) -> Int64Array:
-        step = self.about["block"] * self._token_type.itemsize
-        if (self.about["dim"] or 0) * self._token_type.itemsize != end - start:
-            raise FormatError(f"{self.name}: it does not have the {self.about['dim']} tokens of its index.json.")
-        blocks: Int64Array = start + step * np.arange((end - start) // step + 1, dtype=np.int64)
-        return blocks
-
-    def described(self, offsets: Int64Array, firsts: Sequence[int], **kept: Any) -> Scanned:
-        """Return the scan of blocks that begin with these samples."""
-        rows = len(offsets) - 1
-        about = {key: self.about[key] for key in ("leaves", "spec", "level", "codec", "layout", "block", "arrow")}
-        schema = self._schema(offsets)
-        about = {**about, "samples": rows, "kinds": {each.name: str(each.type) for each in schema}, **kept}
-        found = Scanned(schema, decoded_bytes=float(offsets[-1] - offsets[0]))
-        found.offsets = list(firsts)
-        found.rows = np.diff([*firsts, rows]).tolist() if firsts else []
-        found.stop = rows
-        found.footer = packed(about, offsets)
-        return found
-
-    def _schema(self, offsets: Int64Array) -> pa.Schema:
-        """Return the types: those of the first sample where the manifest does not determine them."""
-        if len(offsets) < 2 and self.about["layout"] == "tokens":
-            return pa.schema([(COLUMN, pa.list_(pa.from_numpy_dtype(self._token_type), self.about["block"] or -1))])
-        if len(offsets) < 2:
-            return pa.schema([(name, pa.null()) for name in self.names])
-        first = self.samples(0, 1, offsets)
-        return self._table(first, offsets[:2] - offsets[0], 0, self.names).schema
-
-    def samples(self, first: int, stop: int, offsets: Int64Array) -> Bytes:
-        """Return the bytes of some samples."""
-        return self.read(int(offsets[first]), int(offsets[stop]))
-
-    def decoded(self, block: Block, offsets: Int64Array, columns: Sequence[str]) -> pa.Table:
-        """Return these columns of a block."""
-        first, stop = block.offset, self.about["samples"] if block.end is None else block.end
-        data, own = self.samples(first, stop, offsets), [name for name in columns if name in self.names]
-        table = self._table(data, offsets[first : stop + 1] - offsets[first], first, own)
-        for name in own:
-            check_kind(self.name, first, name, table.column(name), self.about["kinds"][name])
-        return table
-
-    @cached_property
-    def _tree(self) -> dict[str, Tree]:
-        return parsed_tree(self.about["spec"], len(self.about["leaves"]), self.name).columns()
-
-    @cached_property
-    def names(self) -> list[str]:
-        return [COLUMN] if self.about["layout"] == "tokens" else list(self._tree)
-
-    @property
-    def _token_type(self) -> np.dtype[Any]:
-        name, _, number = self.about["leaves"][0].partition(":")
-        if len(self.about["leaves"]) != 1 or not name.startswith("no_header_"):
-            raise FormatError(f"{self.name}: tokens are expected, found {self.about['leaves']}. Write them again.")
-        return dtype_of(name, int(number))
-
-    def _table(self, data: Bytes, offsets: Int64Array, first: int, columns: Sequence[str]) -> pa.Table:
-        if self.about["layout"] == "tokens":
-            values = Values(data, offsets[:-1], np.diff(offsets))
-            with naming(self.name, first):
-                return pa.table({name: self._tokens(values) for name in columns})
-        if self.about["level"] == "sample":
-            data, offsets = self._decompressed(data, offsets, first)
-        with naming(self.name, first):
-            leaves = columns_of(data, offsets, [None] * len(self.about["leaves"]))
-        encodings = [leaf_encoding(text) for text in self.about["leaves"]]
-        arrays, rows = {}, len(offsets) - 1
-        for name in columns:
-            with naming(self.name, first, name):
-                arrays[name] = self._tree[name].array(lambda leaf: encodings[leaf].decode(leaves[leaf]), rows)
-        return pa.table(arrays)
-
-    def _tokens(self, values: Values) -> pa.Array:
-        encoding: Encoding = leaf_encoding(self.about["leaves"][0])
-        block = self.about["block"]
-        return encoding.decode(values) if block is None else fixed_arrays(values, self._token_type, (block,))
-
-    def _decompressed(self, data: Bytes, offsets: Int64Array, first: int) -> tuple[Bytes, Int64Array]:
-        """Return samples that are compressed one by one."""
-        parts = []
-        for number in range(len(offsets) - 1):
-            frame = data[int(offsets[number]) : int(offsets[number + 1])]
-            try:
-                parts.append(pa.CompressedInputStream(pa.BufferReader(frame), "zstd").read())
-            except OSError as problem:
-                text = f"{self.name}: sample {first + number} cannot be decompressed: {problem}."
-                raise CorruptBlockError(text) from None
-        ends = np.cumsum([0, *map(len, parts)], dtype=np.int64)
-        return np.frombuffer(b"".join(parts), np.uint8), ends
-
-
-class FramedChunk(LitdataChunk):
-    """A chunk whose samples are compressed in frames. Their offsets are those in the decompressed frames."""
-
-    def __init__(self, chunk: LitdataChunk) -> None:
-        super().__init__(chunk.file, chunk.about, chunk.name)
-
-    def scanned(self, head: bytes) -> Scanned:
-        prefix = head[: _PREFIX.size]
-        if len(prefix) < _PREFIX.size:
-            raise FormatError(f"{self.name}: it has no complete header. Copy or download it again.")
-        _, version, _, samples, _, count = _PREFIX.unpack(prefix)
-        table = _PREFIX.size + 4 * (samples + 1)
-        end = table + _FRAME.size * count
-        if version != 1 or samples != self.about["samples"] or end > self.file.size:
-            raise FormatError(f"{self.name}: its header does not match its index.json. Copy or download it again.")
-        directory = head if len(head) >= end else self.file.read_at(end, 0)
-        offsets = np.frombuffer(directory, "<u4", samples + 1, _PREFIX.size).astype(np.int64)
-        frames = [_FRAME.unpack_from(directory, table + _FRAME.size * i) for i in range(count)]
-        self._check(offsets, frames, end)
-        self.about = {**self.about, "frames": frames}
-        groups = cut(offsets[[frame[0] for frame in frames] + [samples]])
-        return self.described(offsets, [frames[group][0] for group in groups], frames=frames, layout="framed")
-
-    def _check(self, offsets: Int64Array, frames: Sequence[tuple[int, ...]], end: int) -> None:
-        sample = 0
-        for first, count, at, size, length in frames:
-            right = first == sample and count > 0 and at >= end and at + size <= self.file.size
-            if not right or first + count >= len(offsets) or length != offsets[first + count] - offsets[first]:
-                raise FormatError(f"{self.name}: the frame of sample {sample} is damaged. Copy or download it again.")
-            sample, end = first + count, at + size
-        if sample != len(offsets) - 1 or (np.diff(offsets) < 0).any():
-            raise damaged_offset(self.name, sample)
-
-    def samples(self, first: int, stop: int, offsets: Int64Array) -> Bytes:
-        frames = [frame for frame in self.about["frames"] if frame[0] < stop and frame[0] + frame[1] > first]
-        begin, end = frames[0][2], frames[-1][2] + frames[-1][3]
-        data, parts = memoryview(self.file.read_at(end - begin, begin)), []
-        for number, _, at, size, length in frames:
-            try:
-                parts.append(pa.decompress(data[at - begin : at - begin + size], length, "zstd"))
-                if len(parts[-1]) != length:
-                    raise OSError(f"it has {len(parts[-1])} bytes, expected {length}")
-            except (OSError, pa.ArrowException) as problem:
-                text = f"{self.name}: the frame of sample {number} cannot be decompressed: {problem}."
-                raise CorruptBlockError(text) from None
-        joined = np.frombuffer(b"".join(parts), np.uint8)
-        base = int(offsets[frames[0][0]])
-        return joined[int(offsets[first]) - base : int(offsets[stop]) - base]
-
-
-class ArrowChunk:
-    """A chunk whose rows are an Arrow file between its offsets and its last 12 bytes."""
-
-    def __init__(self, chunk: LitdataChunk) -> None:
-        self._chunk = chunk
-        tail = chunk.read(chunk.size - 12, chunk.size).tobytes()
-        self._length = int.from_bytes(tail[:4], "little")
-        self._start = chunk.size - 12 - self._length
-        if self._start < 0:
-            raise FormatError(f"{chunk.name}: the length of its rows is damaged. Copy or download it again.")
-
-    def _read(self, size: int, at: int) -> bytes:
-        stop = min(at + size, self._length)
-        return self._chunk.read(self._start + at, self._start + stop).tobytes() if stop > at else b""
-
-    def scanned(self) -> Scanned:
-        """Find the blocks: runs of record batches."""
-        found = walk(self._chunk.name, self._read, self._length, skip_damage=False)
-        if sum(found.rows) != self._chunk.about["samples"]:
-            raise FormatError(
-                f"{self._chunk.name}: it has {sum(found.rows)} rows, its index.json says "
-                f"{self._chunk.about['samples']}. Copy or download it again."
-            )
-        ends = np.array([*found.offsets, self._length], dtype=np.int64)
-        numbers = cut(ends, None if self._chunk.about["codec"] is None else _COMPRESSED_BLOCK)
-        rows = np.concatenate([[0], np.cumsum(found.rows)])
-        scan = Scanned(found.schema, nullable=found.nullable, dictionaries=found.dictionaries)
-        scan.offsets, scan.stop = [int(rows[i]) for i in numbers], int(rows[-1])
-        scan.rows = np.diff([*scan.offsets, scan.stop]).tolist()
-        scan.fingerprint, scan.decoded_bytes = found.fingerprint, float(self._length)
-        about = {key: self._chunk.about[key] for key in ("codec", "arrow", "leaves", "spec")}
-        scan.footer = packed({**about, "layout": "arrow", "batches": rows.tolist(), "samples": len(found.rows)}, ends)
-        return scan
-
-    def decoded(self, block: Block, ends: Int64Array, columns: Sequence[str]) -> pa.Table:
-        """Return these columns of a block, which is one range read."""
-        rows = self._chunk.about["batches"]
-        first = rows.index(block.offset)
-        stop = len(rows) - 1 if block.end is None else rows.index(block.end)
-        begin, end = int(ends[first]), int(ends[stop])
-        data = self._read(end - begin, begin)
-
-        def read(size: int, at: int) -> bytes:
-            return data[at - begin : at - begin + size] if begin <= at and at + size <= end else self._read(size, at)
-
-        reader = BatchReader(read, self._length)
-        batches = [reader.read(int(ends[i]), int(ends[i + 1]), block.dictionaries) for i in range(first, stop)]
-        table = pa.Table.from_batches(batches)
-        return table.select([name for name in columns if name in table.schema.names])
-
-
 _TOKENS = "TokensLoader"
 
 
-class LitDataFormat(NoStatistics):
+class LitDataFormat(Format):
     """Format whose blocks are runs of samples of a chunk. ``block_size``: rows of so many tokens, from chunks of
     tokens.
     """
@@ -307,38 +64,221 @@ class LitDataFormat(NoStatistics):
     def members(self, store: Store, manifests: Sequence[Entry]) -> list[Member]:
         return [member for manifest in manifests for member in _members(store, manifest, self._block_size)]
 
-    def scan(self, store: Store, entry: Entry, *, skip_damage: bool) -> Scanned:  # noqa: ARG002
-        raise FormatError(f"{store.name(entry.path)}: pass the folder of this chunk, which has its index.json.")
-
     def scan_member(self, store: Store, member: Member) -> Scanned:
         about, name = member.about, store.name(member.entry.path)
         described = {key: about[key] for key in ("leaves", "spec", "samples", "dim", "bytes", "block")}
         with store.open(member.entry) as file:
-            chunk = LitdataChunk(file, about, name)
-            head = chunk.read_beginning(4 * (about["samples"] + 2) + BEGINNING)
-            framed = head.startswith(FRAMED_MAGIC)
+            chunk = Shard(file, name, about["codec"])
+            head = chunk.beginning(4 * (about["samples"] + 2) + BEGINNING)
+            framed = head.startswith(_FRAMED_MAGIC)
             if framed != (about["level"] == "batch"):
                 raise FormatError(f"{name}: its first bytes do not match its index.json. Copy or download it again.")
             if framed:
-                found = FramedChunk(chunk).scanned(head)
-            elif chunk.ends_with(ARROW_MAGIC):
-                found = ArrowChunk(chunk).scanned()
+                found = _scan_frames(chunk, about, head)
+            elif (rows := _arrow_range(chunk, about)) is not None:
+                found = _scan_arrow(chunk, about, *rows)
                 described["arrow"] = found.fingerprint
             else:
-                found = chunk.scanned(head)
+                found = _scan_samples(chunk, about, head)
             found.etag = file.etag
             identity = json.dumps(described, sort_keys=True).encode() + head
             found.fingerprint = fingerprint(identity, file.read_at, 0 if about["packed"] else file.size)
         return found
 
-    def decode(self, store: Store, block: Block, schema: pa.Schema, columns: Sequence[str]) -> pa.Table:  # noqa: ARG002
-        name = store.name(block.entry.path)
+    def decode(self, store: Store, block: Block, schema: pa.Schema, columns: Sequence[str]) -> pa.Table:
+        assert block.end is not None
+        about, offsets = footer_parts(block.footer)
         with store.open(block.entry) as file:
-            chunk, offsets = LitdataChunk.of_footer(file, block.footer, name)
-            if chunk.about["layout"] == "arrow":
-                return ArrowChunk(chunk).decoded(block, offsets, columns)
-            data = FramedChunk(chunk) if chunk.about["layout"] == "framed" else chunk
-            return data.decoded(block, offsets, columns)
+            chunk = Shard(file, store.name(block.entry.path), about["codec"])
+            if about["layout"] == "arrow":
+                return _arrow_rows(chunk, about, block, offsets, columns)
+            first, stop = block.offset, block.end
+            data = _read_samples(chunk, about, offsets, first, stop)
+        decodes = _columns(chunk.name, about, data, offsets[first : stop + 1] - offsets[first], first)
+        own = {name: decodes[name] for name in columns if name in decodes}
+        return decoded(chunk.name, first, own, stop - first, about["kinds"])
+
+
+def _scan_samples(chunk: Shard, about: dict[str, Any], head: bytes) -> Scanned:
+    offsets = offsets_in(head, about["samples"], chunk.name)
+    if chunk.codec is None and offsets[-1] > chunk.size:
+        raise damaged_offset(chunk.name, about["samples"] - 1)
+    if about["layout"] == "tokens" and about["block"] is not None:
+        offsets = _token_blocks(chunk.name, about, int(offsets[0]), int(offsets[-1]))
+    return _described(chunk, about, offsets, cut(offsets, chunk.codec))
+
+
+def _token_blocks(name: str, about: dict[str, Any], start: int, end: int) -> Int64Array:
+    """Return the offsets of blocks of tokens, whose documents are between two offsets."""
+    width = _token_type(name, about).itemsize
+    if (about["dim"] or 0) * width != end - start:
+        raise FormatError(f"{name}: it does not have the {about['dim']} tokens of its index.json.")
+    step = about["block"] * width
+    blocks: Int64Array = start + step * np.arange((end - start) // step + 1, dtype=np.int64)
+    return blocks
+
+
+def _token_type(name: str, about: dict[str, Any]) -> np.dtype[Any]:
+    kind, _, number = about["leaves"][0].partition(":")
+    if len(about["leaves"]) != 1 or not kind.startswith("no_header_"):
+        raise FormatError(f"{name}: tokens are expected, found {about['leaves']}. Write them again.")
+    return dtype_of(kind, int(number))
+
+
+def _scan_frames(chunk: Shard, about: dict[str, Any], head: bytes) -> Scanned:
+    """Scan samples that are compressed in frames. Their offsets are those in the decompressed frames."""
+    if len(head) < _PREFIX.size:
+        raise FormatError(f"{chunk.name}: it has no complete header. Copy or download it again.")
+    _, version, _, samples, _, count = _PREFIX.unpack(head[: _PREFIX.size])
+    table = _PREFIX.size + 4 * (samples + 1)
+    end = table + _FRAME.size * count
+    if version != 1 or samples != about["samples"] or end > chunk.size:
+        raise FormatError(f"{chunk.name}: its header does not match its index.json. Copy or download it again.")
+    directory = chunk.beginning(end)
+    offsets = np.frombuffer(directory, "<u4", samples + 1, _PREFIX.size).astype(np.int64)
+    frames = [_FRAME.unpack_from(directory, table + _FRAME.size * i) for i in range(count)]
+    sample = 0
+    for first, size, at, packed, length in frames:
+        right = first == sample and size > 0 and at >= end and at + packed <= chunk.size
+        if not right or first + size >= len(offsets) or length != offsets[first + size] - offsets[first]:
+            raise FormatError(f"{chunk.name}: the frame of sample {sample} is damaged. Copy or download it again.")
+        sample, end = first + size, at + packed
+    if sample != samples or (np.diff(offsets) < 0).any():
+        raise damaged_offset(chunk.name, sample)
+    groups = cut(offsets[[frame[0] for frame in frames] + [samples]], None)
+    firsts = [frames[group][0] for group in groups]
+    return _described(chunk, {**about, "layout": "framed", "frames": frames}, offsets, firsts)
+
+
+def _described(chunk: Shard, about: dict[str, Any], offsets: Int64Array, firsts: Sequence[int]) -> Scanned:
+    """Return the scan of blocks that begin with these samples. Types are those of the first sample."""
+    first = offsets[:2] - offsets[0]
+    data = _read_samples(chunk, about, offsets, 0, 1) if len(offsets) > 1 else np.empty(0, np.uint8)
+    schema = decoded(chunk.name, 0, _columns(chunk.name, about, data, first, 0), len(first) - 1).schema
+    found = Scanned(schema, decoded_bytes=float(offsets[-1] - offsets[0]))
+    set_blocks(found, firsts, len(offsets) - 1)
+    kept = ("leaves", "spec", "level", "codec", "layout", "block", "arrow", "frames")
+    footer = {key: about[key] for key in kept if key in about}
+    kinds = {field.name: str(field.type) for field in schema}
+    found.footer = packed_footer({**footer, "samples": len(offsets) - 1, "kinds": kinds}, offsets)
+    return found
+
+
+def _read_samples(chunk: Shard, about: dict[str, Any], offsets: Int64Array, first: int, stop: int) -> Bytes:
+    """Return the bytes of some samples."""
+    if about["layout"] != "framed":
+        return chunk.read(int(offsets[first]), int(offsets[stop]))
+    frames = [frame for frame in about["frames"] if frame[0] < stop and frame[0] + frame[1] > first]
+    begin, end = frames[0][2], frames[-1][2] + frames[-1][3]
+    data, parts = memoryview(chunk.file.read_at(end - begin, begin)), []
+    for number, _, at, size, length in frames:
+        try:
+            parts.append(pa.decompress(data[at - begin : at - begin + size], length, "zstd"))
+            if len(parts[-1]) != length:
+                raise OSError(f"it has {len(parts[-1])} bytes, expected {length}")
+        except (OSError, pa.ArrowException) as problem:
+            text = f"{chunk.name}: the frame of sample {number} cannot be decompressed: {problem}."
+            raise CorruptBlockError(text) from None
+    base = int(offsets[frames[0][0]])
+    return np.frombuffer(b"".join(parts), np.uint8)[int(offsets[first]) - base : int(offsets[stop]) - base]
+
+
+def _columns(
+    name: str, about: dict[str, Any], data: Bytes, offsets: Int64Array, first: int
+) -> dict[str, Callable[[], pa.Array]]:
+    """Return functions that decode the columns of some samples."""
+    encodings = [leaf_encoding(text) for text in about["leaves"]]
+    if about["layout"] == "tokens":
+        values, block = Values(data, offsets[:-1], np.diff(offsets)), about["block"]
+        if block is None:
+            return {COLUMN: partial(encodings[0], values)}
+        return {COLUMN: partial(fixed_arrays, values, _token_type(name, about), (block,))}
+    tree = parsed_tree(about["spec"], len(encodings), name).columns()
+    if about["level"] == "sample":
+        data, offsets = _decompressed(name, data, offsets, first)
+    with naming(name, first):
+        leaves = columns_of(data, offsets, [None] * len(encodings))
+    arrays = [partial(encoding, values) for encoding, values in zip(encodings, leaves, strict=True)]
+    return {column: partial(node.array, arrays, len(offsets) - 1) for column, node in tree.items()}
+
+
+def _decompressed(name: str, data: Bytes, offsets: Int64Array, first: int) -> tuple[Bytes, Int64Array]:
+    """Return samples that are compressed one by one."""
+    parts = []
+    for number in range(len(offsets) - 1):
+        frame = data[int(offsets[number]) : int(offsets[number + 1])]
+        try:
+            parts.append(pa.CompressedInputStream(pa.BufferReader(frame), "zstd").read())
+        except OSError as problem:
+            text = f"{name}: sample {first + number} cannot be decompressed: {problem}."
+            raise CorruptBlockError(text) from None
+    ends = np.cumsum([0, *map(len, parts)], dtype=np.int64)
+    return np.frombuffer(b"".join(parts), np.uint8), ends
+
+
+def _arrow_range(chunk: Shard, about: dict[str, Any]) -> tuple[int, int] | None:
+    """Return the start and the length of the Arrow file before the last 12 bytes of a chunk, None if there is none."""
+    if chunk.codec is not None:
+        if not about["arrow"]:  # it need not be decompressed
+            return None
+        chunk.beginning()
+    if chunk.size <= _ARROW_TAIL:
+        return None
+    tail = chunk.read(chunk.size - _ARROW_TAIL, chunk.size).tobytes()
+    if not tail.endswith(_ARROW_MAGIC):
+        return None
+    length = int.from_bytes(tail[:4], "little")
+    start = chunk.size - _ARROW_TAIL - length
+    if start < 0:
+        raise FormatError(f"{chunk.name}: the length of its rows is damaged. Copy or download it again.")
+    return start, length
+
+
+def _arrow_reader(chunk: Shard, start: int, length: int) -> Callable[[int, int], bytes]:
+    def read(size: int, at: int) -> bytes:
+        stop = min(at + size, length)
+        return chunk.read(start + at, start + stop).tobytes() if stop > at else b""
+
+    return read
+
+
+def _scan_arrow(chunk: Shard, about: dict[str, Any], start: int, length: int) -> Scanned:
+    """Scan the Arrow file in a chunk. Blocks are runs of record batches."""
+    found = walk(chunk.name, _arrow_reader(chunk, start, length), length, skip_damage=False)
+    if sum(found.rows) != about["samples"]:
+        raise FormatError(
+            f"{chunk.name}: it has {sum(found.rows)} rows, its index.json says {about['samples']}. Copy or download it "
+            "again."
+        )
+    ends = np.array([*found.offsets, length], dtype=np.int64)
+    rows = [0, *np.cumsum(found.rows).tolist()]
+    scan = Scanned(found.schema, nullable=found.nullable, dictionaries=found.dictionaries)
+    scan.fingerprint, scan.decoded_bytes = found.fingerprint, float(length)
+    set_blocks(scan, [rows[i] for i in cut(ends, chunk.codec)], rows[-1])
+    kept = {key: about[key] for key in ("codec", "arrow", "leaves", "spec")}
+    scan.footer = packed_footer({**kept, "layout": "arrow", "batches": rows, "samples": len(found.rows)}, ends)
+    return scan
+
+
+def _arrow_rows(
+    chunk: Shard, about: dict[str, Any], block: Block, ends: Int64Array, columns: Sequence[str]
+) -> pa.Table:
+    """Return these columns of a block, which is one range read."""
+    found = _arrow_range(chunk, about)
+    if found is None:
+        raise CorruptBlockError(f"{chunk.name}: it does not end with {_ARROW_MAGIC!r}.")
+    whole = _arrow_reader(chunk, *found)
+    first, stop = about["batches"].index(block.offset), about["batches"].index(block.end)
+    begin, end = int(ends[first]), int(ends[stop])
+    data = whole(end - begin, begin)
+
+    def read(size: int, at: int) -> bytes:
+        return data[at - begin : at - begin + size] if begin <= at and at + size <= end else whole(size, at)
+
+    reader = BatchReader(read, found[1])
+    batches = [reader.read(int(ends[i]), int(ends[i + 1]), block.dictionaries) for i in range(first, stop)]
+    table = pa.Table.from_batches(batches)
+    return table.select([name for name in columns if name in table.schema.names])
 
 
 def _members(store: Store, manifest: Entry, block_size: int | None) -> list[Member]:
@@ -353,7 +293,7 @@ def _members(store: Store, manifest: Entry, block_size: int | None) -> list[Memb
         raise FormatError(text)
     common = _common(name, config, chunks, block_size)
     codec = str(config.get("compression") or "") or None
-    described, paths = [], []
+    abouts, files = [], []
     for number, chunk in enumerate(chunks):
         try:
             filename, samples, size, dim = chunk["filename"], chunk["chunk_size"], chunk["chunk_bytes"], chunk["dim"]
@@ -361,29 +301,15 @@ def _members(store: Store, manifest: Entry, block_size: int | None) -> list[Memb
         except (KeyError, TypeError, ValueError) as problem:
             text = f"{name}: the entry of chunk {number} is invalid: {problem!r}. Write it again."
             raise FormatError(text) from None
-        packed = codec is not None and f".{codec}." in str(filename)
-        plain = filename.replace(f".{codec}", "") if packed else filename
-        files: list[tuple[str, str | None]] = [(inside(store, manifest, plain), None)]
-        if packed and codec is not None:
-            files.append((inside(store, manifest, filename), codec.partition(":")[0]))
-        about["packed"] = packed
-        described.append((about, files))
-        paths += [path for path, _ in files]
-    present = files_beside(store, manifest, paths)
-    members = []
-    for about, files in described:
-        there = [(present[path], packing) for path, packing in files if path in present]
-        if not there:
-            names = " and ".join(store.name(path) for path, _ in files)
-            raise DataNotFoundError(f"{names} does not exist, but {name} names it. Copy or download the chunk.")
-        entry, packing = there[0]
-        if packing is None and entry.size < about["bytes"]:
-            raise FormatError(
-                f"{store.name(entry.path)} has {entry.size} bytes, {name} says {about['bytes']}: it is truncated. Copy "
-                "or download it again."
-            )
-        members.append(Member(entry, {**about, "codec": packing}))
-    return members
+        about["packed"] = codec is not None and f".{codec}." in str(filename)
+        plain = filename.replace(f".{codec}", "") if about["packed"] else filename
+        candidates = [Candidate(inside(store, manifest, plain), about["bytes"], None)]
+        if codec is not None and about["packed"]:
+            candidates.append(Candidate(inside(store, manifest, filename), None, codec.partition(":")[0]))
+        abouts.append(about)
+        files.append(candidates)
+    chosen = shard_files(store, manifest, files, padded=True)
+    return [Member(entry, {**about, "codec": used}) for about, (entry, used) in zip(abouts, chosen, strict=True)]
 
 
 def _common(name: str, config: dict[str, Any], chunks: Sequence[Any], block_size: int | None) -> dict[str, Any]:

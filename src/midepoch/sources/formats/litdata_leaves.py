@@ -21,15 +21,8 @@ import numpy as np
 import pyarrow as pa
 
 from midepoch.errors import FormatError
-from midepoch.sources.formats.mds import Encoding, image_lists, images, scalars
-from midepoch.sources.formats.records import (
-    BadSampleError,
-    Values,
-    arrays,
-    bytes_array,
-    first_true,
-    integers,
-)
+from midepoch.sources.formats.mds import Decode, image_lists, images, scalars
+from midepoch.sources.formats.records import BadSampleError, Values, arrays, bytes_array, first_true, integers
 
 SINGLE = "item"
 
@@ -47,14 +40,14 @@ class Tree:
         """Return the outermost children by name."""
         return {SINGLE: self} if self.leaf >= 0 else dict(zip(self.names, self.children, strict=True))
 
-    def array(self, decode: Callable[[int], pa.Array], rows: int) -> pa.Array:
-        """Return the array of a column. ``decode`` returns that of a leaf."""
+    def array(self, leaves: Sequence[Callable[[], pa.Array]], rows: int) -> pa.Array:
+        """Return the array of a column. ``leaves`` return the arrays of all leaves."""
         if self.leaf >= 0:
-            return decode(self.leaf)
+            return leaves[self.leaf]()
         if not self.children:
             empty: Any = [] if self.is_list else {}
             return pa.array([empty] * rows, pa.list_(pa.null()) if self.is_list else pa.struct([]))
-        parts = [child.array(decode, rows) for child in self.children]
+        parts = [child.array(leaves, rows) for child in self.children]
         if self.is_list and len({part.type for part in parts}) == 1:
             order = np.arange(rows * len(parts), dtype=np.int64).reshape(len(parts), rows).T.reshape(-1)
             places = pa.Array.from_buffers(pa.int64(), len(order), [None, pa.py_buffer(order)])
@@ -109,12 +102,11 @@ _TORCH = (
 
 
 @lru_cache(maxsize=256)
-def leaf_encoding(text: str) -> Encoding:
+def leaf_encoding(text: str) -> Decode:
     """Return the encoding of a leaf, by its entry in ``data_format``."""
     name, _, argument = text.partition(":")
     if name in ("no_header_numpy", "no_header_tensor"):
-        dtype = dtype_of(name, int(argument))
-        return Encoding(partial(flat, dtype=dtype), pa.list_(_arrow(dtype)))
+        return partial(_flat, dtype=dtype_of(name, int(argument)))
     return _LEAVES.get(name, _BINARY)
 
 
@@ -126,13 +118,7 @@ def dtype_of(name: str, number: int) -> np.dtype[Any]:
     return np.dtype(known[number])
 
 
-def _arrow(dtype: np.dtype[Any]) -> pa.DataType:
-    if dtype.kind == "c":
-        return pa.list_(pa.from_numpy_dtype(np.dtype(f"f{dtype.itemsize // 2}")), 2)
-    return pa.from_numpy_dtype(dtype)
-
-
-def flat(values: Values, dtype: np.dtype[Any]) -> pa.Array:
+def _flat(values: Values, dtype: np.dtype[Any]) -> pa.Array:
     """Return arrays of one dimension, which are stored without a header."""
     first_true(
         values.sizes % dtype.itemsize != 0, lambda i: f"an array of {dtype} does not have {values.sizes[i]} bytes"
@@ -142,6 +128,8 @@ def flat(values: Values, dtype: np.dtype[Any]) -> pa.Array:
 
 def _with_header(values: Values, name: str, order: str) -> pa.Array:
     """Return arrays after a header of uint32: their dtype, the number of their dimensions, and the dimensions."""
+    if not len(values):
+        return pa.nulls(0)
     first_true(values.sizes < 8, lambda _: "its array has no header")
     heads = integers(values.data, values.starts, 2, f"{order}u4")
     first_true((heads != heads[0]).any(axis=1), lambda _: "its array has another dtype or number of dimensions")
@@ -149,10 +137,6 @@ def _with_header(values: Values, name: str, order: str) -> pa.Array:
     first_true(values.sizes < 8 + 4 * axes, lambda _: f"its array has no room for {axes} dimensions")
     shapes = integers(values.data, values.starts + 8, axes, f"{order}u4")
     return arrays(values.without(8 + 4 * axes), dtype_of(name, number), shapes)
-
-
-def _booleans(values: Values) -> pa.Array:
-    return scalars(values, np.dtype("?"))
 
 
 def _nested(values: Values) -> pa.Array:
@@ -244,17 +228,17 @@ def _records(raw: bytes, at: int, count: int) -> tuple[list[dict[str, Any]], int
     return found, at
 
 
-_BINARY = Encoding(partial(bytes_array, kind=pa.binary()), pa.binary())
-_TEXT = Encoding(partial(bytes_array, kind=pa.string()), pa.string())
-_LEAVES = {
+_BINARY = partial(bytes_array, kind=pa.binary())
+_TEXT = partial(bytes_array, kind=pa.string())
+_LEAVES: dict[str, Decode] = {
     "str": _TEXT,
     "text": _TEXT,
-    "bool": Encoding(_booleans, pa.bool_()),
-    "int": Encoding(partial(scalars, dtype=np.dtype("i8")), pa.int64()),
-    "float": Encoding(partial(scalars, dtype=np.dtype("f8")), pa.float64()),
-    "numpy": Encoding(partial(_with_header, name="numpy", order="<"), None),
-    "tensor": Encoding(partial(_with_header, name="tensor", order=">"), None),
-    "pil": Encoding(images, pa.binary()),
-    "jpeg_array": Encoding(partial(image_lists, skipped=0), pa.list_(pa.binary())),
-    "json": Encoding(_nested, pa.string()),
+    "bool": partial(scalars, dtype=np.dtype("?")),
+    "int": partial(scalars, dtype=np.dtype("i8")),
+    "float": partial(scalars, dtype=np.dtype("f8")),
+    "numpy": partial(_with_header, name="numpy", order="<"),
+    "tensor": partial(_with_header, name="tensor", order=">"),
+    "pil": images,
+    "jpeg_array": partial(image_lists, skipped=0),
+    "json": _nested,
 }

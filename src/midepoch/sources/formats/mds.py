@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any
 
@@ -25,21 +24,20 @@ import pyarrow as pa
 
 from midepoch.errors import DataNotFoundError, FormatError
 from midepoch.sources.fingerprints import BEGINNING, fingerprint
-from midepoch.sources.formats.base import Block, Member, NoStatistics, Scanned
+from midepoch.sources.formats.base import Block, Format, Member, Scanned
 from midepoch.sources.formats.records import (
     BadSampleError,
     Bytes,
+    Candidate,
     Int64Array,
-    ShardFile,
+    Shard,
     Values,
     arrays,
-    beginning,
     bytes_array,
-    check_kind,
     columns_of,
-    contents_of,
     cut,
     damaged_offset,
+    decoded,
     first_true,
     fixed_arrays,
     footer_parts,
@@ -50,12 +48,18 @@ from midepoch.sources.formats.records import (
     numbers_array,
     offsets_in,
     packed_footer,
+    set_blocks,
+    shard_files,
 )
-from midepoch.sources.manifests import files_beside, inside, read_manifest
+from midepoch.sources.manifests import inside, read_manifest
 from midepoch.storage.open_files import Entry
 from midepoch.storage.stores import Store
 
-_SCALARS = ("uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64", "float16", "float32", "float64")
+Decode = Callable[[Values], pa.Array]
+"""Function that decodes all values of a column. Without values, its array has the type that they would have, or that of
+nulls if only values determine it.
+"""
+
 _CODES = {
     8: "uint8", 9: "int8", 16: "uint16", 17: "int16", 18: "float16", 32: "uint32", 33: "int32", 34: "float32",
     64: "uint64", 65: "int64", 66: "float64",
@@ -63,30 +67,16 @@ _CODES = {
 """Numbers of dtypes in arrays that name their own."""
 
 
-@dataclass(frozen=True)
-class Encoding:
-    """One encoding. ``kind`` is None if the values determine it: decode one to know it."""
-
-    decode: Callable[[Values], pa.Array]
-    kind: pa.DataType | None
-    size: int | None = None
-
-
 @lru_cache(maxsize=256)
-def encoding_of(text: str) -> Encoding:
+def encoding_of(text: str) -> Decode:
     """Return the encoding with a name, as in ``column_encodings``. Raise FormatError for an unknown one."""
     name, _, arguments = text.partition(":")
     if name == "ndarray":
         return _ndarray(arguments)
-    if text in _SCALARS or text == "int":
-        dtype = np.dtype("int64" if text == "int" else text)
-        return Encoding(partial(scalars, dtype=dtype), pa.from_numpy_dtype(dtype), dtype.itemsize)
-    if text in _PLAIN:
-        return _PLAIN[text]
-    raise FormatError(
-        f"the encoding {text!r} is not one of MDS: {', '.join((*_PLAIN, 'int', *_SCALARS, 'ndarray'))}. Write the "
-        "column in one of them."
-    )
+    if text not in _ENCODINGS:
+        known = ", ".join((*_ENCODINGS, "ndarray"))
+        raise FormatError(f"the encoding {text!r} is not one of MDS: {known}. Write the column in one of them.")
+    return _ENCODINGS[text]
 
 
 def scalars(values: Values, dtype: np.dtype[Any]) -> pa.Array:
@@ -95,27 +85,25 @@ def scalars(values: Values, dtype: np.dtype[Any]) -> pa.Array:
     return numbers_array(gathered(values), dtype)
 
 
-def _ndarray(arguments: str) -> Encoding:
+def _ndarray(arguments: str) -> Decode:
     name, _, sizes = arguments.partition(":")
     if name and name not in _CODES.values():
         raise FormatError(f"the encoding 'ndarray:{arguments}' has an unknown dtype. Write the column in another one.")
     dtype = np.dtype(name) if name else None
-    shape = tuple(map(int, sizes.split(","))) if sizes else None
-    if dtype is None or shape is None:
-        return Encoding(partial(_dynamic, dtype=dtype), None)
-    kind = pa.from_numpy_dtype(dtype)
-    for size in reversed(shape):
-        kind = pa.list_(kind, size)
-    return Encoding(partial(fixed_arrays, dtype=dtype, shape=shape), kind, int(np.prod(shape)) * dtype.itemsize)
+    if dtype is None or not sizes:
+        return partial(_dynamic, dtype=dtype)
+    return partial(fixed_arrays, dtype=dtype, shape=tuple(map(int, sizes.split(","))))
 
 
 def _dynamic(values: Values, dtype: np.dtype[Any] | None) -> pa.Array:
     """Return arrays that store their dtype, unless it is given, and their shape."""
+    if not len(values):
+        return pa.nulls(0)
     if dtype is None:
-        codes = _head(values, 1)[:, 0]
+        codes = _first_bytes(values)
         first_true(codes != codes[0], lambda i: f"its array is {_dtype(codes[i])}, that of others {_dtype(codes[0])}")
         dtype, values = np.dtype(_dtype(codes[0])), values.without(1)
-    marks = _head(values, 1)[:, 0]
+    marks = _first_bytes(values)
     dimensions, widths = marks >> 2, 1 << (marks & 3)
     first_true(
         dimensions != dimensions[0],
@@ -132,9 +120,9 @@ def _dynamic(values: Values, dtype: np.dtype[Any] | None) -> pa.Array:
     return arrays(values.without(axes * widths), dtype, shapes)
 
 
-def _head(values: Values, count: int) -> Int64Array:
-    first_true(values.sizes < count, lambda _: "its array is empty")
-    return integers(values.data, values.starts, count, "u1")
+def _first_bytes(values: Values) -> Int64Array:
+    first_true(values.sizes < 1, lambda _: "its array is empty")
+    return integers(values.data, values.starts, 1, "u1")[:, 0]
 
 
 def _dtype(code: Any) -> str:
@@ -184,168 +172,145 @@ def images(values: Values) -> pa.Array:
     return pa.array([_converted(image_file, values.value(i), i) for i in range(len(values))], pa.binary())
 
 
-_BINARY = Encoding(partial(bytes_array, kind=pa.binary()), pa.binary())
-_TEXT = Encoding(partial(bytes_array, kind=pa.string()), pa.string())
-_FILES = pa.list_(pa.binary())
-_PLAIN = {
+_BINARY = partial(bytes_array, kind=pa.binary())
+_TEXT = partial(bytes_array, kind=pa.string())
+_ENCODINGS: dict[str, Decode] = {
     "bytes": _BINARY,
     "str": _TEXT,
     "str_int": _TEXT,
-    "str_float": Encoding(floats, pa.float64()),
+    "str_float": floats,
     "str_decimal": _TEXT,
     "json": _TEXT,
-    "pil": Encoding(images, pa.binary()),
+    "pil": images,
     "jpeg": _BINARY,
     "png": _BINARY,
-    "jpeg_array": Encoding(partial(image_lists, skipped=0), _FILES),
-    "jpegarray": Encoding(partial(image_lists, skipped=0), _FILES),
-    "list[jpeg]": Encoding(partial(image_lists, skipped=4), _FILES),
-    "list[png]": Encoding(partial(image_lists, skipped=4), _FILES),
-    "list[pil]": Encoding(partial(image_lists, skipped=4, convert=image_file), _FILES),
+    "jpeg_array": partial(image_lists, skipped=0),
+    "jpegarray": partial(image_lists, skipped=0),
+    "list[jpeg]": partial(image_lists, skipped=4),
+    "list[png]": partial(image_lists, skipped=4),
+    "list[pil]": partial(image_lists, skipped=4, convert=image_file),
     "pkl": _BINARY,
+    "int": partial(scalars, dtype=np.dtype("int64")),
+    **{name: partial(scalars, dtype=np.dtype(name)) for name in _CODES.values()},
 }
 
 
-FORMATS = ("json", "csv", "tsv", "xsv")
-_KINDS: dict[str, tuple[pa.DataType, type[str] | type[int] | type[float]]] = {
-    "str": (pa.string(), str),
-    "int": (pa.int64(), int),
-    "float": (pa.float64(), float),
+_TEXTS: dict[str, tuple[pa.DataType, Callable[[Any], Any], tuple[type, ...]]] = {
+    "str": (pa.string(), str, (str,)),
+    "int": (pa.int64(), int, (int,)),
+    "float": (pa.float64(), float, (int, float)),
 }
+"""Encodings in shards of text: their type, the conversion of a value, and the types that it may have in JSON. Others
+are refused, because a conversion could change values: ``int(1.7)``, ``str(None)``.
+"""
+_SEPARATORS = {"json": None, "csv": ",", "tsv": "\t", "xsv": ""}
 
 
-def described(shard: dict[str, Any]) -> dict[str, Any]:
-    """Return the columns and the syntax of a shard, from its entry in a manifest. Raise KeyError or ValueError."""
-    form = shard["format"]
-    columns = (
-        shard["columns"] if form == "json" else dict(zip(shard["column_names"], shard["column_encodings"], strict=True))
-    )
-    for encoding in columns.values():
-        if encoding not in _KINDS:
-            raise ValueError(f"the encoding {encoding!r} is not one of {', '.join(_KINDS)}")
-    separator = {"csv": ",", "tsv": "\t", "json": None}.get(form, shard.get("separator"))
-    return {
-        "names": list(columns),
-        "encodings": list(columns.values()),
-        "text": {"separator": separator, "newline": shard["newline"]},
-    }
-
-
-def schema_of(about: dict[str, Any]) -> pa.Schema:
-    """Return the types of a shard."""
-    kinds = (_KINDS[encoding][0] for encoding in about["encodings"])
-    return pa.schema(list(zip(about["names"], kinds, strict=True)))
-
-
-def table_of(data: Bytes, offsets: Int64Array, about: dict[str, Any], columns: Sequence[str]) -> pa.Table:
-    """Return these columns of some lines. Raise BadSampleError for a line that cannot be read."""
-    encodings = dict(zip(about["names"], about["encodings"], strict=True))
+def _rows(data: Bytes, offsets: Int64Array, about: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the values of lines. Raise BadSampleError for a line that cannot be read."""
     contents, bounds = data.tobytes(), offsets.tolist()
-    found: dict[str, list[Any]] = {name: [] for name in columns}
+    separator, newline = about["text"]["separator"], about["text"]["newline"]
+    rows: list[dict[str, Any]] = []
     for number in range(len(bounds) - 1):
         try:
-            row = _row(contents[bounds[number] : bounds[number + 1]].decode(), about)
-            for name, values in found.items():
-                kind, convert = _KINDS[encodings[name]]
-                if about["text"]["separator"] is None:
-                    _check(name, encodings[name], row[name])
-                values.append(pa.scalar(convert(row[name]), kind).as_py())
-        except (ValueError, KeyError, TypeError, OverflowError, pa.ArrowException) as problem:
-            raise BadSampleError(number, f"its line cannot be read: {problem!r}") from None
-    return pa.table({name: pa.array(values, _KINDS[encodings[name]][0]) for name, values in found.items()})
+            line = contents[bounds[number] : bounds[number + 1]].decode()
+            if separator is None:
+                rows.append(json.loads(line))
+            elif line.endswith(newline):
+                values = line.removesuffix(newline).split(separator)
+                rows.append(dict(zip(about["names"], values, strict=True)))
+            else:
+                raise ValueError("it does not end with a newline")
+        except ValueError as problem:
+            raise BadSampleError(number, f"its line cannot be read: {problem}") from None
+    return rows
 
 
-def _check(name: str, encoding: str, value: Any) -> None:
-    """Raise ValueError for a JSON value of another type. A conversion could change it: ``int(1.7)``, ``str(None)``."""
-    allowed = (int, float) if encoding == "float" else _KINDS[encoding][1]
-    if not isinstance(value, allowed) or isinstance(value, bool):
-        raise ValueError(f"column {name!r} is {value!r:.60}, expected {encoding}")
-
-
-def _row(line: str, about: dict[str, Any]) -> dict[str, Any]:
-    separator, newline = about["text"]["separator"], about["text"]["newline"]
-    if separator is None:
-        row: dict[str, Any] = json.loads(line)
-        return row
-    if not line.endswith(newline):
-        raise ValueError("it does not end with a newline")
-    return dict(zip(about["names"], line.removesuffix(newline).split(separator), strict=True))
+def _converted_text(rows: Sequence[Any], column: str, encoding: str, is_json: bool) -> pa.Array:
+    kind, convert, allowed = _TEXTS[encoding]
+    values = []
+    for number, row in enumerate(rows):
+        value = row.get(column) if isinstance(row, dict) else row
+        try:
+            if is_json and type(value) not in allowed:
+                raise ValueError(value)
+            values.append(pa.scalar(convert(value), kind).as_py())
+        except (ValueError, OverflowError, pa.ArrowException):
+            raise BadSampleError(number, f"it is {value!r:.60}, expected {encoding}") from None
+    return pa.array(values, kind)
 
 
 _VERSION = 2
-_COMPRESSED_BLOCK = 256 << 20
 _PROBE = 8 << 10
 """Bytes that are read after the header of a plain shard."""
 
 
-class MdsFormat(NoStatistics):
+class MdsFormat(Format):
     """Format whose blocks are runs of samples of a shard."""
 
     def members(self, store: Store, manifests: Sequence[Entry]) -> list[Member]:
         return [member for manifest in manifests for member in _members(store, manifest)]
 
-    def scan(self, store: Store, entry: Entry, *, skip_damage: bool) -> Scanned:  # noqa: ARG002
-        raise FormatError(f"{store.name(entry.path)}: pass the folder of this shard, which has its index.json.")
-
     def scan_member(self, store: Store, member: Member) -> Scanned:
         entry, about = member.entry, member.about
-        name, shard = store.name(entry.path), ShardFile(entry, about["codec"], about["bytes"])
-        samples, text = about["samples"], about.get("text")
-        table = 4 * (samples + 2)
-        lines = None if text is None else _line_offsets(store, about)
+        name, samples = store.name(entry.path), about["samples"]
+        lines = None if about["text"] is None else _line_offsets(store, about)
         with store.open(entry) as file:
+            shard = Shard(file, name, about["codec"], about["bytes"])
             probe = BEGINNING if about["packed"] else _PROBE
-            head = beginning(file, shard, (table if lines is None else 0) + 2 * probe, name)
+            head = shard.beginning((4 * (samples + 2) if lines is None else 0) + 2 * probe)
             offsets = offsets_in(head, samples, name) if lines is None else lines
             if offsets[-1] != shard.size:
                 raise damaged_offset(name, samples - 1)
-            probe += int(offsets[0])
-            open_types = text is None and any(encoding_of(each).kind is None for each in about["encodings"])
-            whole = int(offsets[min(1, samples)]) if open_types else 0
-            if len(head) < min(max(probe, whole), shard.size):
-                head = beginning(file, shard, max(probe, whole), name)
-            schema = _schema(name, about, offsets, head) if text is None else schema_of(about)
+            schema = _schema(shard, about, offsets)
             described = {key: about[key] for key in ("names", "encodings", "samples", "bytes", "hashes", "packed")}
-            identity = json.dumps(described, sort_keys=True).encode() + head[:probe]
+            identity = json.dumps(described, sort_keys=True).encode() + shard.beginning(int(offsets[0]) + probe)
             size = 0 if about["packed"] else file.size
             found = Scanned(schema, etag=file.etag, fingerprint=fingerprint(identity, file.read_at, size))
-        if samples:
-            found.offsets = cut(offsets) if shard.codec is None else cut(offsets, _COMPRESSED_BLOCK)
-            found.rows = np.diff([*found.offsets, samples]).tolist()
-            found.stop = samples
+        set_blocks(found, cut(offsets, shard.codec), samples)
         found.decoded_bytes = float(shard.size)
-        kept = {key: about.get(key) for key in ("names", "encodings", "sizes", "samples", "bytes", "codec", "text")}
-        kept["kinds"] = [str(kind) for kind in schema.types]
-        found.footer = packed_footer(kept, offsets)
+        kept = {key: about[key] for key in ("names", "encodings", "sizes", "samples", "bytes", "codec", "text")}
+        found.footer = packed_footer({**kept, "kinds": [str(kind) for kind in schema.types]}, offsets)
         return found
 
-    def decode(self, store: Store, block: Block, schema: pa.Schema, columns: Sequence[str]) -> pa.Table:  # noqa: ARG002
+    def decode(self, store: Store, block: Block, schema: pa.Schema, columns: Sequence[str]) -> pa.Table:
+        assert block.end is not None
         about, offsets = footer_parts(block.footer)
-        first, stop = block.offset, about["samples"] if block.end is None else block.end
-        begin, end = int(offsets[first]), int(offsets[stop])
-        shard = ShardFile(block.entry, about["codec"], about["bytes"])
+        offsets = offsets[block.offset : block.end + 1]
         name = store.name(block.entry.path)
         with store.open(block.entry) as file:
-            data = contents_of(file, shard, begin, end, name)
+            data = Shard(file, name, about["codec"], about["bytes"]).read(int(offsets[0]), int(offsets[-1]))
         own = [column for column in columns if column in about["names"]]
-        if about["text"] is not None:
-            with naming(name, first):
-                return table_of(data, offsets[first : stop + 1] - begin, about, own)
-        encodings = dict(zip(about["names"], map(encoding_of, about["encodings"]), strict=True))
-        with naming(name, first):
-            values = dict(
-                zip(encodings, columns_of(data, offsets[first : stop + 1] - begin, about["sizes"]), strict=True)
-            )
-        arrays = [_decoded(name, first, each, encodings[each], values[each]) for each in own]
+        decodes = _columns(name, block.offset, data, offsets - offsets[0], about)
         kinds = dict(zip(about["names"], about["kinds"], strict=True))
-        for column, array in zip(own, arrays, strict=True):
-            check_kind(name, first, column, array, kinds[column])
-        return pa.table(arrays, names=own)
+        return decoded(name, block.offset, {column: decodes[column] for column in own}, len(offsets) - 1, kinds)
 
 
-def _decoded(name: str, first: int, column: str, encoding: Encoding, values: Values) -> pa.Array:
-    with naming(name, first, column):
-        return encoding.decode(values)
+def _columns(
+    name: str, first: int, data: Bytes, offsets: Int64Array, about: dict[str, Any]
+) -> dict[str, Callable[[], pa.Array]]:
+    """Return functions that decode the columns of some samples."""
+    pairs = list(zip(about["names"], about["encodings"], strict=True))
+    with naming(name, first):
+        if about["text"] is not None:
+            rows, is_json = _rows(data, offsets, about), about["text"]["separator"] is None
+            return {column: partial(_converted_text, rows, column, encoding, is_json) for column, encoding in pairs}
+        values = columns_of(data, offsets, about["sizes"])
+    return {
+        column: partial(encoding_of(encoding), each) for (column, encoding), each in zip(pairs, values, strict=True)
+    }
+
+
+def _schema(shard: Shard, about: dict[str, Any], offsets: Int64Array) -> pa.Schema:
+    """Return the types: those of the first sample where the encodings do not determine them."""
+    empty = _columns(shard.name, 0, np.empty(0, np.uint8), np.zeros(1, np.int64), about)
+    schema = decoded(shard.name, 0, empty, 0).schema
+    if pa.null() not in schema.types or not about["samples"]:
+        return schema
+    first = _columns(shard.name, 0, shard.read(int(offsets[0]), int(offsets[1])), offsets[:2] - offsets[0], about)
+    unknown = {field.name: first[field.name] for field in schema if field.type == pa.null()}
+    kinds = decoded(shard.name, 0, unknown, 1).schema
+    return pa.schema([kinds.field(field.name) if field.name in unknown else field for field in schema])
 
 
 def _members(store: Store, manifest: Entry) -> list[Member]:
@@ -355,96 +320,67 @@ def _members(store: Store, manifest: Entry) -> list[Member]:
             f"{name}: version 2 of MDS is expected, found {contents.get('version')!r}. Copy or download it again, or "
             "write the shards with a current version of mosaicml-streaming."
         )
-    shards = contents["shards"]
-    if not shards:
+    if not contents["shards"]:
         raise DataNotFoundError(f"{name} names no shards. Check the program that wrote it.")
-    abouts = []
-    for number, shard in enumerate(shards):
+    abouts, data, meta = [], [], []
+    for number, shard in enumerate(contents["shards"]):
         try:
-            abouts.append(_about(store, manifest, shard))
+            about = _about(shard)
+            data.append(_candidates(store, manifest, shard, "data"))
+            meta += [] if about["text"] is None else [_candidates(store, manifest, shard, "meta")]
         except (KeyError, TypeError, AttributeError, ValueError) as problem:
             text = f"{name}: the entry of shard {number} is invalid: {problem!r}. Write it again."
             raise FormatError(text) from None
-    pairs = [each for _, *pair in abouts for each in pair]
-    present = files_beside(store, manifest, [path for files in pairs for path, _, _ in files])
-    members = []
-    for about, files, meta in abouts:
-        beside = _chosen(store, name, present, {"bytes": about["meta"]}, meta) if meta else None
-        members.append(_chosen(store, name, present, {**about, "meta": beside}, files))
-    return members
+        abouts.append(about)
+    files, beside = shard_files(store, manifest, data), iter(shard_files(store, manifest, meta))
+    return [
+        Member(entry, {**about, "codec": codec, "meta": None if about["text"] is None else next(beside)})
+        for about, (entry, codec) in zip(abouts, files, strict=True)
+    ]
 
 
-Candidate = tuple[str, int, str | None]
-"""A file that a shard may be in: its path, its size, and its compression."""
-
-
-def _about(
-    store: Store, manifest: Entry, shard: dict[str, Any]
-) -> tuple[dict[str, Any], list[Candidate], list[Candidate]]:
-    """Return the description of a shard, the files that it may be in, and those of the offsets of lines."""
-    form, raw = shard["format"], shard["raw_data"]
-    if form not in ("mds", *FORMATS):
-        raise ValueError(f"the format {form!r} is not one of mds, {', '.join(FORMATS)}")
-    packed = shard.get("zip_data")
-    about = {"samples": int(shard["samples"]), "bytes": int(raw["bytes"]), "hashes": raw.get("hashes") or {}}
-    about["packed"] = int(packed["bytes"]) if packed else None
-    files = _candidates(store, manifest, shard, "data")
-    if form != "mds":
-        about |= {**described(shard), "meta": int(shard["raw_meta"]["bytes"])}
-        return about, files, _candidates(store, manifest, shard, "meta")
-    names, encodings, sizes = shard["column_names"], shard["column_encodings"], shard["column_sizes"]
-    if not len(names) == len(encodings) == len(sizes):
-        raise ValueError("its columns, encodings and sizes differ in number")
-    for encoding, size in zip(encodings, sizes, strict=True):
-        if size and encoding_of(encoding).size not in (None, size):
-            raise ValueError(f"the encoding {encoding!r} does not have {size} bytes")
-    about |= {"names": list(names), "encodings": list(encodings), "sizes": [size or None for size in sizes]}
-    return about, files, []
+def _about(shard: dict[str, Any]) -> dict[str, Any]:
+    """Return the description of a shard, from its entry in a manifest. Raise KeyError or ValueError."""
+    form, raw, packed = shard["format"], shard["raw_data"], shard.get("zip_data")
+    if form not in ("mds", *_SEPARATORS):
+        raise ValueError(f"the format {form!r} is not one of mds, {', '.join(_SEPARATORS)}")
+    columns = (
+        shard["columns"] if form == "json" else dict(zip(shard["column_names"], shard["column_encodings"], strict=True))
+    )
+    about = {
+        "names": list(columns),
+        "encodings": list(columns.values()),
+        "samples": int(shard["samples"]),
+        "bytes": int(raw["bytes"]),
+        "hashes": raw.get("hashes") or {},
+        "packed": int(packed["bytes"]) if packed else None,
+    }
+    if form == "mds":
+        sizes = [size or None for size in shard["column_sizes"]]
+        if len(sizes) != len(columns):
+            raise ValueError(f"it has {len(columns)} columns, and the sizes of {len(sizes)}")
+        return {**about, "sizes": sizes, "text": None}
+    for encoding in columns.values():
+        if encoding not in _TEXTS:
+            raise ValueError(f"the encoding {encoding!r} is not one of {', '.join(_TEXTS)}")
+    separator = _SEPARATORS[form] if form != "xsv" else shard["separator"]
+    text = {"separator": separator, "newline": shard["newline"]}
+    return {**about, "sizes": None, "text": text, "meta_bytes": int(shard["raw_meta"]["bytes"])}
 
 
 def _candidates(store: Store, manifest: Entry, shard: dict[str, Any], part: str) -> list[Candidate]:
     raw, packed = shard[f"raw_{part}"], shard.get(f"zip_{part}")
     codec = str(shard.get("compression") or "").partition(":")[0] or None
-    files: list[Candidate] = [(inside(store, manifest, raw["basename"]), int(raw["bytes"]), None)]
+    files = [Candidate(inside(store, manifest, raw["basename"]), int(raw["bytes"]), None)]
     if packed:
-        files.append((inside(store, manifest, packed["basename"]), int(packed["bytes"]), codec))
+        files.append(Candidate(inside(store, manifest, packed["basename"]), int(packed["bytes"]), codec))
     return files
 
 
 def _line_offsets(store: Store, about: dict[str, Any]) -> Int64Array:
     """Return the offsets of the lines of a shard, from the file beside it."""
-    meta: Member = about["meta"]
-    shard = ShardFile(meta.entry, meta.about["codec"], meta.about["bytes"])
-    name = store.name(meta.entry.path)
-    with store.open(meta.entry) as file:
-        return offsets_in(beginning(file, shard, 4 * (about["samples"] + 2), name), about["samples"], name, least=0)
-
-
-def _chosen(
-    store: Store, manifest: str, present: dict[str, Entry], about: dict[str, Any], files: list[Candidate]
-) -> Member:
-    """Return the file of a shard: the plain one if it is complete, else the compressed one."""
-    there = [(present[path], size, codec) for path, size, codec in files if path in present]
-    for entry, size, codec in there:
-        if entry.size == size:
-            return Member(entry, {**about, "codec": codec})
-    if there:
-        entry, size, _ = there[0]
-        raise FormatError(
-            f"{store.name(entry.path)} has {entry.size} bytes, {manifest} says {size}: it is truncated or from another "
-            "dataset. Copy or download it again."
-        )
-    names = " and ".join(store.name(path) for path, _, _ in files)
-    raise DataNotFoundError(f"{names} does not exist, but {manifest} names it. Copy or download the shard.")
-
-
-def _schema(name: str, about: dict[str, Any], offsets: Int64Array, head: bytes) -> pa.Schema:
-    encodings = [encoding_of(encoding) for encoding in about["encodings"]]
-    kinds = [encoding.kind for encoding in encodings]
-    if about["samples"] and None in kinds:
-        data = np.frombuffer(head, np.uint8)[int(offsets[0]) : int(offsets[1])]
-        with naming(name, 0):
-            values = columns_of(data, offsets[:2] - offsets[0], about["sizes"])
-        for i, encoding in enumerate(encodings):
-            kinds[i] = kinds[i] or _decoded(name, 0, about["names"][i], encoding, values[i]).type
-    return pa.schema(list(zip(about["names"], (kind or pa.null() for kind in kinds), strict=True)))
+    entry, codec = about["meta"]
+    samples, name = about["samples"], store.name(entry.path)
+    with store.open(entry) as file:
+        shard = Shard(file, name, codec, about["meta_bytes"])
+        return offsets_in(shard.beginning(4 * (samples + 2)), samples, name, least=0)

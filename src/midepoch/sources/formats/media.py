@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from midepoch.errors import CorruptBlockError, DataChangedError, DataNotFoundError, FormatError
-from midepoch.sources.formats.base import Block, NoStatistics, Scanned
+from midepoch.errors import CorruptBlockError, DataChangedError, DataNotFoundError
+from midepoch.sources.formats.base import Block, Format, table_of
 from midepoch.storage.damage import removed
 from midepoch.storage.open_files import Entry
 from midepoch.storage.stores import Store
@@ -31,23 +31,15 @@ _CONCURRENT = 16
 _log = logging.getLogger("midepoch")
 
 
-class MediaFormat(NoStatistics):
+class MediaFormat(Format):
     """Format with blocks of files. Its scan is ``media_rows.scan_media``, which takes the listing."""
 
-    def scan(self, store: Store, entry: Entry, *, skip_damage: bool) -> Scanned:  # noqa: ARG002
-        raise FormatError(f"{store.name(entry.path)}: files of media are indexed together, not one by one.")
-
-    def decode(self, store: Store, block: Block, schema: pa.Schema, columns: Sequence[str]) -> pa.Table:  # noqa: ARG002
+    def decode(self, store: Store, block: Block, schema: pa.Schema, columns: Sequence[str]) -> pa.Table:
         rows = pa.ipc.open_stream(block.footer).read_all().combine_chunks()
         skips = SKIP in (rows.schema.metadata or {})
         names = [name for name in columns if name in rows.schema.names]
-        arrays = []
-        for name in names:
-            column = rows.column(name).combine_chunks()
-            arrays.append(_with_contents(store, column, skips))
-        if not arrays:
-            return pa.table({"": pa.nulls(len(rows))}).select([])
-        return pa.table(arrays, names=names)
+        arrays = [_with_contents(store, rows.column(name).combine_chunks(), skips) for name in names]
+        return table_of(names, arrays, len(rows))
 
 
 def name_of(footer: bytes, row: int) -> str | None:

@@ -18,7 +18,7 @@ import pyarrow as pa
 
 from midepoch.errors import DataNotFoundError, FormatError
 from midepoch.sources.fingerprints import fingerprint
-from midepoch.sources.formats.base import Block, NoStatistics, Scanned
+from midepoch.sources.formats.base import Block, Format, Scanned
 from midepoch.storage.open_files import Entry
 from midepoch.storage.stores import OpenFile, Store
 
@@ -108,10 +108,10 @@ class _Documents:
         return bool((self.pointers[:-1] + self.lengths[:-1].astype(np.int64) * width == self.pointers[1:]).all())
 
 
-class MegatronFormat(NoStatistics):
+class MegatronFormat(Format):
     """Format whose rows are documents: their tokens, and the lengths of their sequences if they have several."""
 
-    def scan(self, store: Store, entry: Entry, *, skip_damage: bool) -> Scanned:  # noqa: ARG002
+    def scan(self, store: Store, entry: Entry, *, skip_damage: bool) -> Scanned:
         if entry.path.endswith(".idx"):
             with store.open(entry) as file:
                 header = _header(store.name(entry.path), file)
@@ -130,7 +130,7 @@ class MegatronFormat(NoStatistics):
         found.footer = json.dumps([index.size, index.mtime_ns, etag]).encode()
         return found
 
-    def decode(self, store: Store, block: Block, schema: pa.Schema, columns: Sequence[str]) -> pa.Table:  # noqa: ARG002
+    def decode(self, store: Store, block: Block, schema: pa.Schema, columns: Sequence[str]) -> pa.Table:
         assert block.end is not None
         index = Entry(_index_path(block.entry.path), *json.loads(block.footer))
         with store.open(index) as file:

@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.orc as po
 
 from midepoch.sources.fingerprints import fingerprint
-from midepoch.sources.formats.base import Block, NoStatistics, Scanned
+from midepoch.sources.formats.base import Block, Format, Scanned
 from midepoch.storage.damage import DamageError, is_damage
 from midepoch.storage.open_files import Entry
 from midepoch.storage.stores import OpenFile, Store
@@ -22,10 +22,10 @@ _TAIL = 64 << 10
 _NONE, _ZLIB, _SNAPPY, _ZSTD = 0, 1, 2, 5
 
 
-class OrcFormat(NoStatistics):
+class OrcFormat(Format):
     """Format whose blocks are stripes. Only the streams of the requested columns are read."""
 
-    def scan(self, store: Store, entry: Entry, *, skip_damage: bool) -> Scanned:  # noqa: ARG002
+    def scan(self, store: Store, entry: Entry, *, skip_damage: bool) -> Scanned:
         name = store.name(entry.path)
         with store.open(entry) as file:
             size = file.size
@@ -51,7 +51,7 @@ class OrcFormat(NoStatistics):
             raise DamageError(f"{name}: its ORC footer cannot be read: {problem}. Copy or download it again.") from None
         return found
 
-    def decode(self, store: Store, block: Block, schema: pa.Schema, columns: Sequence[str]) -> pa.Table:  # noqa: ARG002
+    def decode(self, store: Store, block: Block, schema: pa.Schema, columns: Sequence[str]) -> pa.Table:
         with store.open(block.entry) as file:
             whole = po.ORCFile(file.arrow)
             names = whole.schema.names

@@ -14,7 +14,7 @@ import pyarrow.types as pt
 from midepoch.errors import FormatError
 from midepoch.sources.dictionaries import has_large_text, large_text, plain_type, with_children
 from midepoch.sources.fingerprints import fingerprint
-from midepoch.sources.formats.base import Block, Scanned
+from midepoch.sources.formats.base import Block, Format, Scanned, table_of
 from midepoch.sources.formats.parquet_chunks import (
     BINARY,
     Chunks,
@@ -113,7 +113,7 @@ _BATCH_BYTES = 256 << 20
 _NOT_UNDERSTOOD = (ValueError, IndexError, KeyError)
 
 
-class ParquetFormat:
+class ParquetFormat(Format):
     """Format whose blocks are row groups, with statistics that can exclude them from a filter.
 
     ``reading``: additional options of ``pyarrow.parquet.ParquetFile``.
@@ -122,7 +122,7 @@ class ParquetFormat:
     def __init__(self, **reading: Any) -> None:
         self._reading = {**_VERIFIED, **reading}
 
-    def scan(self, store: Store, entry: Entry, *, skip_damage: bool) -> Scanned:  # noqa: ARG002
+    def scan(self, store: Store, entry: Entry, *, skip_damage: bool) -> Scanned:
         name = store.name(entry.path)
         with store.open(entry) as file:
             etag, size = file.etag, file.size
@@ -153,7 +153,7 @@ class ParquetFormat:
         available = set(own.names)
         wanted = [name for name in columns if name in available]
         if not wanted:  # only the number of rows is needed
-            return pa.table({"": pa.nulls(metadata.row_group(block.offset).num_rows)}).select([])
+            return table_of([], [], metadata.row_group(block.offset).num_rows)
         with (
             store.open(block.entry) as file,
             pq.ParquetFile(file.arrow, metadata=metadata, pre_buffer=not store.local, **self._reading) as whole,

@@ -7,20 +7,22 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
 from midepoch._native.ranges import copy_ranges
-from midepoch.errors import CorruptBlockError, FormatError, MidepochError
+from midepoch.errors import CorruptBlockError, DataNotFoundError, FormatError, MidepochError
+from midepoch.sources.formats.base import Scanned, table_of
+from midepoch.sources.manifests import files_beside
 from midepoch.storage.damage import DamageError
 from midepoch.storage.open_files import Entry
-from midepoch.storage.stores import OpenFile
+from midepoch.storage.stores import OpenFile, Store
 
 _PLAIN = {"L": (b"P5", 1), "RGB": (b"P6", 3)}
 _CONVERTED = {"HSV": "RGB", "RGBa": "RGBA", "La": "LA"}
@@ -62,49 +64,90 @@ _MARGIN = 2 << 20
 _STREAMS = {"br": "brotli", "bz2": "bz2", "gz": "gzip", "zstd": "zstd"}
 
 
-@dataclass(frozen=True)
-class ShardFile:
-    """A file, its compression (None for a plain one), and the size of its contents."""
+_ALL = 1 << 62
 
-    entry: Entry
+
+class Shard:
+    """Contents of an open shard. What was read of its beginning is kept: compressed ones can only be read from there.
+
+    ``codec``: its compression, None for a plain one. ``size``: that of the contents, by default all that there are.
+    """
+
+    def __init__(self, file: OpenFile, name: str, codec: str | None, size: int | None = None) -> None:
+        if codec not in (None, *_STREAMS, "snappy"):
+            known = ", ".join((*_STREAMS, "snappy"))
+            raise FormatError(f"{name}: the compression {codec!r} is unknown, expected one of {known}.")
+        self.file, self.name, self.codec = file, name, codec
+        self.size = file.size if codec is None else size or _ALL
+        self._kept = b""
+
+    def beginning(self, size: int = _ALL) -> bytes:
+        """Return the first bytes: all of them if there are fewer than ``size``. After all, ``size`` is exact."""
+        if len(self._kept) < min(size, self.size):
+            if self.codec is None:
+                self._kept = self.file.read_at(min(size, self.size), 0)
+            else:
+                self._kept = self._decompressed(size)[: self.size]
+                self.size = len(self._kept) if size >= self.size else self.size
+        return self._kept[:size]
+
+    def read(self, begin: int, end: int) -> Bytes:
+        """Return a range of the contents. Of a compressed shard, all before its end is decompressed."""
+        is_elsewhere = self.codec is None and end > len(self._kept)
+        data = self.file.read_at(end - begin, begin) if is_elsewhere else self.beginning(end)[begin:]
+        if len(data) != end - begin:
+            raise CorruptBlockError(f"{self.name}: its contents end {end - begin - len(data)} bytes too early.")
+        return np.frombuffer(data, np.uint8)
+
+    def _decompressed(self, size: int) -> bytes:
+        partial = size < self.size and self.codec != "snappy"  # which is not a stream: there is no way to stop early
+        packed = self.file.read_at(min(self.file.size, size + size // 64 + _MARGIN) if partial else self.file.size, 0)
+        try:
+            if self.codec == "snappy":
+                return bytes(pa.decompress(packed, self.size, "snappy", asbytes=True))
+            with pa.CompressedInputStream(pa.BufferReader(packed), _STREAMS[str(self.codec)]) as stream:
+                return bytes(stream.read(size) if partial else stream.read())
+        except (OSError, pa.ArrowException) as problem:
+            raise CorruptBlockError(f"{self.name} cannot be decompressed: {problem}.") from None
+
+
+class Candidate(NamedTuple):
+    """A file that a shard may be in: its path, its size if a manifest knows it, and its compression."""
+
+    path: str
+    size: int | None
     codec: str | None
-    size: int
 
 
-def beginning(file: OpenFile, shard: ShardFile, size: int, name: str) -> bytes:
-    """Return the first bytes of the contents: all of them if there are fewer than ``size``."""
-    if shard.codec is None:
-        return file.read_at(min(size, shard.size), 0)
-    return _decompressed(file, shard, size, name)
+def shard_files(
+    store: Store, manifest: Entry, shards: Sequence[Sequence[Candidate]], *, padded: bool = False
+) -> list[tuple[Entry, str | None]]:
+    """Return the file of each shard, and its compression: the plain one if it is complete, else the compressed one.
 
-
-def contents_of(file: OpenFile, shard: ShardFile, begin: int, end: int, name: str) -> Bytes:
-    """Return a range of the contents. A compressed file is decompressed up to its end."""
-    plain = shard.codec is None
-    data = file.read_at(end - begin, begin) if plain else _decompressed(file, shard, end, name)[begin:]
-    if len(data) != end - begin:
-        raise CorruptBlockError(f"{name}: its contents end {end - begin - len(data)} bytes too early.")
-    return np.frombuffer(data, np.uint8)
-
-
-def _decompressed(file: OpenFile, shard: ShardFile, size: int, name: str) -> bytes:
-    assert shard.codec is not None
-    if shard.codec not in (*_STREAMS, "snappy"):
-        known = ", ".join((*_STREAMS, "snappy"))
-        raise FormatError(f"{name}: the compression {shard.codec!r} is unknown, expected one of {known}.")
-    partial = size < shard.size and shard.codec != "snappy"  # which is not a stream: there is no way to stop early
-    packed = file.read_at(min(file.size, size + size // 64 + _MARGIN) if partial else file.size, 0)
-    try:
-        if shard.codec == "snappy":
-            return bytes(pa.decompress(packed, shard.size, "snappy", asbytes=True)[:size])
-        return _unpacked(packed, _STREAMS[shard.codec], size if partial else None)
-    except (OSError, pa.ArrowException) as problem:
-        raise CorruptBlockError(f"{name} cannot be decompressed: {problem}.") from None
-
-
-def _unpacked(packed: bytes, codec: str, size: int | None) -> bytes:
-    with pa.CompressedInputStream(pa.BufferReader(packed), codec) as stream:
-        return bytes(stream.read() if size is None else stream.read(size))
+    ``padded``: files may be larger than their manifest says.
+    """
+    present = files_beside(store, manifest, [file.path for files in shards for file in files])
+    found = []
+    for files in shards:
+        there = [(present[path], size, codec) for path, size, codec in files if path in present]
+        if not there:
+            names = " and ".join(store.name(file.path) for file in files)
+            raise DataNotFoundError(
+                f"{names} does not exist, but {store.name(manifest.path)} names it. Copy or download it."
+            )
+        complete = (
+            (entry, codec)
+            for entry, size, codec in there
+            if size is None or entry.size == size or (padded and entry.size > size)
+        )
+        if (chosen := next(complete, None)) is None:
+            entry, size, _ = there[0]
+            raise FormatError(
+                f"{store.name(entry.path)} has {entry.size} bytes, {store.name(manifest.path)} says {size}: it is "
+                "truncated or from another dataset. Copy or download it again."
+            )
+        found.append(chosen)
+    return found
 
 
 def offsets_in(head: bytes, samples: int, name: str, least: int | None = None) -> Int64Array:
@@ -153,6 +196,7 @@ Int64Array = npt.NDArray[np.int64]
 
 _MOST = np.iinfo(np.int32).max
 BLOCK_BYTES = 8 << 20
+_COMPRESSED_BLOCK = 256 << 20
 
 
 class BadSampleError(ValueError):
@@ -173,16 +217,29 @@ def naming(name: str, first: int, column: str | None = None) -> Iterator[None]:
         raise CorruptBlockError(f"{name}: {where}: {problem.reason}.") from None
 
 
-def check_kind(name: str, first: int, column: str, array: pa.Array, expected: str) -> None:
-    """Raise CorruptBlockError if a column of a block has another type than the first sample of the file.
+def decoded(
+    name: str,
+    first: int,
+    columns: Mapping[str, Callable[[], pa.Array]],
+    rows: int,
+    kinds: Mapping[str, str] | None = None,
+) -> pa.Table:
+    """Return columns as a table. ``first`` is the number of its first sample.
 
-    A cast to that type could change values.
+    Raise CorruptBlockError for one that has another type than ``kinds``, those of the first sample of the file: a cast
+    could change values.
     """
-    if str(array.type) != expected:
-        raise CorruptBlockError(
-            f"{name}: sample {first}, column {column!r}: its array is {array.type}, that of sample 0 is {expected}. "
-            "Write arrays of one dtype and number of dimensions."
-        )
+    arrays = []
+    for column, decode in columns.items():
+        with naming(name, first, column):
+            array = decode()
+        if kinds is not None and str(array.type) != kinds[column]:
+            raise CorruptBlockError(
+                f"{name}: sample {first}, column {column!r}: its array is {array.type}, that of sample 0 is "
+                f"{kinds[column]}. Write arrays of one dtype and number of dimensions."
+            )
+        arrays.append(array)
+    return table_of(list(columns), arrays, rows)
 
 
 @dataclass(frozen=True, eq=False)
@@ -337,10 +394,17 @@ def fixed_arrays(values: Values, dtype: np.dtype[Any], shape: Sequence[int]) -> 
     return array
 
 
-def cut(offsets: Int64Array, target: int | None = None) -> list[int]:
-    """Return the first sample of each block. Blocks have about ``target`` bytes (8 MB), and at least one sample."""
+def cut(offsets: Int64Array, codec: str | None) -> list[int]:
+    """Return the first sample of each block. Blocks have about 8 MB, compressed ones 256 MB."""
     if len(offsets) < 2:
         return []
-    marks = np.arange(int(offsets[0]), int(offsets[-1]), target or BLOCK_BYTES)
+    marks = np.arange(int(offsets[0]), int(offsets[-1]), BLOCK_BYTES if codec is None else _COMPRESSED_BLOCK)
     firsts = np.searchsorted(offsets[:-1], marks, side="right") - 1 if len(marks) else np.zeros(1, np.int64)
     return [int(first) for first in np.unique(firsts)]
+
+
+def set_blocks(found: Scanned, firsts: Sequence[int], samples: int) -> None:
+    """Set the blocks of a shard with this number of samples, which begin with these."""
+    found.offsets = list(firsts)
+    found.rows = np.diff([*firsts, samples]).tolist() if firsts else []
+    found.stop = samples

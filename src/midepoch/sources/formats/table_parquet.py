@@ -25,7 +25,7 @@ import pyarrow.types as pt
 
 from midepoch.errors import FormatError
 from midepoch.sources.dictionaries import has_large_text, large_text, plain_type, with_children
-from midepoch.sources.formats.base import Block, Scanned
+from midepoch.sources.formats.base import Block, Format, Scanned, table_of
 from midepoch.sources.formats.parquet import ParquetFormat, file_schema, large_columns, rows_of_groups
 from midepoch.storage.open_files import Entry
 from midepoch.storage.stores import Store
@@ -243,7 +243,7 @@ def _read(saved: bytes) -> _Read:
     return _Read(schema.remove_metadata(), constants, schema.metadata[_DELETED])
 
 
-class TableFormat:
+class TableFormat(Format):
     """Format of the Parquet files of a table. Spark's timestamps (INT96) are read in microseconds, as tables have."""
 
     def __init__(self) -> None:
@@ -268,9 +268,6 @@ class TableFormat:
             found.rows = [rows for rows in left if rows]
         _show_columns(found, contents, large_columns(name, footer))
         return found
-
-    def scan(self, store: Store, entry: Entry, *, skip_damage: bool) -> Scanned:
-        raise NotImplementedError("files of a table are scanned with their contents, by scan_file")
 
     def decode(self, store: Store, block: Block, schema: pa.Schema, columns: Sequence[str]) -> pa.Table:
         name = store.name(block.entry.path)
@@ -304,7 +301,7 @@ class TableFormat:
                 value = contents.constants.get(each)
                 kind = schema.field(each).type
                 arrays[each] = pa.nulls(rows, kind) if value is None else pa.repeat(value, rows).cast(kind)
-        return pa.table(arrays) if columns else pa.table({"": pa.nulls(rows)}).select([])
+        return table_of(columns, [arrays[each] for each in columns], rows)
 
     def excluded(
         self, block: Block, expression: Any, schema: pa.Schema, partition: Any, columns: Sequence[str]

@@ -25,7 +25,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from midepoch.errors import FormatError
-from midepoch.sources.formats.base import Block, NoStatistics, Scanned
+from midepoch.sources.formats.base import Block, Format, Scanned, table_of
 from midepoch.sources.formats.compressed import compression, decompressed
 from midepoch.sources.formats.tar_headers import BLOCK, Archive, Damage, Stream, TarMember, opened
 from midepoch.storage.open_files import Entry
@@ -314,7 +314,7 @@ def joined(names: Sequence[str], tables: Sequence[bytes]) -> bytes:
     return len(head).to_bytes(8, "little") + len(tables).to_bytes(8, "little") + head + ends + b"".join(tables)
 
 
-def table_of(footer: bytes, number: int) -> tuple[list[str], MemberTable]:
+def member_table(footer: bytes, number: int) -> tuple[list[str], MemberTable]:
     """Return the names of the columns of a file, and the table of one of its blocks."""
     length = int.from_bytes(footer[:8], "little")
     count = int.from_bytes(footer[8:16], "little")
@@ -333,7 +333,7 @@ LARGE = 64 << 10
 """Average bytes of members that are read one by one."""
 
 
-class TarFormat(NoStatistics):
+class TarFormat(Format):
     """Format whose blocks are about 8 MB of samples. Only the ranges of the requested columns are read."""
 
     def scan(self, store: Store, entry: Entry, *, skip_damage: bool) -> Scanned:
@@ -352,8 +352,8 @@ class TarFormat(NoStatistics):
         found.etag = etag
         return found
 
-    def decode(self, store: Store, block: Block, schema: pa.Schema, columns: Sequence[str]) -> pa.Table:  # noqa: ARG002
-        names, table = table_of(block.footer, block.offset)
+    def decode(self, store: Store, block: Block, schema: pa.Schema, columns: Sequence[str]) -> pa.Table:
+        names, table = member_table(block.footer, block.offset)
         numbers = {name: number for number, name in enumerate(names)}
         present = [name for name in columns if name in numbers or name == KEY]
         wanted = [numbers[name] for name in present if name != KEY]
@@ -365,7 +365,8 @@ class TarFormat(NoStatistics):
         if large:
             with store.open(block.entry) as file:
                 arrays |= {number: _read_in_place(file, table, number) for number in large}
-        return pa.table([table.keys if name == KEY else arrays[numbers[name]] for name in present], names=present)
+        values = [table.keys if name == KEY else arrays[numbers[name]] for name in present]
+        return table_of(present, values, len(table.keys))
 
 
 def _large_columns(table: MemberTable) -> list[int]:

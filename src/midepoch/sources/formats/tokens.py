@@ -18,7 +18,7 @@ import pyarrow as pa
 
 from midepoch.errors import FormatError
 from midepoch.sources.fingerprints import fingerprint
-from midepoch.sources.formats.base import Block, NoStatistics, Scanned
+from midepoch.sources.formats.base import Block, Format, Scanned
 from midepoch.storage.open_files import Entry
 from midepoch.storage.stores import Store
 
@@ -32,13 +32,13 @@ _LLMC = {20240520: "uint16", 20240801: "uint32"}
 _LLMC_BYTES = 1024
 
 
-class TokensFormat(NoStatistics):
+class TokensFormat(Format):
     """Format whose rows are sequences of ``length`` tokens. ``dtype`` is that of raw files, empty if it is unknown."""
 
     def __init__(self, dtype: str, length: str) -> None:
         self._dtype, self._length = dtype, int(length)
 
-    def scan(self, store: Store, entry: Entry, *, skip_damage: bool) -> Scanned:  # noqa: ARG002
+    def scan(self, store: Store, entry: Entry, *, skip_damage: bool) -> Scanned:
         name = store.name(entry.path)
         with store.open(entry) as file:
             dtype, start, stop = _layout(name, file.read_at, file.size, self._dtype)
@@ -53,7 +53,7 @@ class TokensFormat(NoStatistics):
         found.decoded_bytes = float(rows * row)
         return found
 
-    def decode(self, store: Store, block: Block, schema: pa.Schema, columns: Sequence[str]) -> pa.Table:  # noqa: ARG002
+    def decode(self, store: Store, block: Block, schema: pa.Schema, columns: Sequence[str]) -> pa.Table:
         assert block.end is not None
         with store.open(block.entry) as file:
             dtype, _, _ = _layout(store.name(block.entry.path), file.read_at, file.size, self._dtype)
@@ -64,10 +64,10 @@ class TokensFormat(NoStatistics):
     def view(
         self,
         file: pa.Buffer,
-        beside: Callable[[], pa.Buffer],  # noqa: ARG002
+        beside: Callable[[], pa.Buffer],
         block: Block,
         schema: pa.Schema,
-        room: Callable[[int], Any],  # noqa: ARG002
+        room: Callable[[int], Any],
     ) -> pa.RecordBatch:
         """Return a block of a mapped file without a copy."""
         assert block.end is not None
