@@ -149,7 +149,7 @@ Int64Array = npt.NDArray[np.int64]
 F = TypeVar("F")
 S = TypeVar("S", bound="_HasDamage")
 
-VERSION = 9
+VERSION = 10
 """Increase it when the layout of an index or of the footers of a format changes, or the rule of fingerprints: older
 indexes are built again.
 """

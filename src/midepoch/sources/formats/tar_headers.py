@@ -5,10 +5,11 @@ POSIX (ustar, pax), GNU and V7 archives. The contents of members are not read, e
 
 from __future__ import annotations
 
+import logging
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import pyarrow as pa
 
@@ -18,6 +19,7 @@ from midepoch.storage.damage import is_damage
 from midepoch.storage.open_files import Entry
 from midepoch.storage.stores import OpenFile, Store
 
+_log = logging.getLogger("midepoch")
 BLOCK = 512
 _ZERO = bytes(BLOCK)
 _REGULAR = b"0\x007S"
@@ -26,17 +28,6 @@ _EXTENSIONS = b"LKxXg"
 _LONGEST_EXTENSION = 1 << 20
 _LARGEST = 1 << 60
 _MODULUS = 65521  # of Adler-32, whose low half is a sum of bytes: 10 times faster than sum()
-
-
-class TarReader(Protocol):
-    """Access to the bytes of an archive. If it is not ``seekable``, offsets must not decrease."""
-
-    @property
-    def seekable(self) -> bool: ...
-
-    def at(self, offset: int, size: int) -> bytes:
-        """Return ``size`` bytes from an offset on, fewer only at the end."""
-        ...
 
 
 class TarMember(NamedTuple):
@@ -75,43 +66,40 @@ class _Header(NamedTuple):
     block: bytes
 
 
-class Archive:
-    """Iterable over the members of an archive in order. After damage, it continues with the next header it finds."""
-
-    def __init__(self, reader: TarReader) -> None:
-        self._reader = reader
-        self.end = 0
-        """Offset at which the last iteration ended."""
-
-    @property
-    def is_marked(self) -> bool:
-        """True if a block of zeros marks the end. If not, the archive may have been cut between two members."""
-        return len(self._reader.at(self.end, BLOCK)) == BLOCK
-
-    def __iter__(self) -> Iterator[TarMember | Damage]:
-        offset: int | None = 0
-        while offset is not None:
-            self.end = offset
-            try:
-                found = _member(self._reader, offset)
-            except _DamageError as problem:
-                yield Damage(str(problem))
-                offset = _next_header(self._reader, offset)
-                continue
-            if found is None:
-                if offset and not self._reader.at(offset - 1, 1):  # refused by tarfile, too
-                    yield Damage(f"the archive ends before byte {offset}, in the padding of its last file")
-                return
-            member, offset, is_complete = found
-            if not is_complete:
-                stop = member.offset + member.size
-                yield Damage(f"a file in it ends at byte {stop}, which is after the end of the archive", member.name)
-                return
-            if member.name:
-                yield member
+def members(reader: Reader, name: str) -> Iterator[TarMember | Damage]:
+    """Yield the members of an archive in order. After damage, continue with the next header that is found."""
+    offset: int | None = 0
+    is_damaged = False
+    while offset is not None:
+        try:
+            found = _member(reader, offset)
+        except _DamageError as problem:
+            is_damaged = True
+            yield Damage(str(problem))
+            offset = _next_header(reader, offset)
+            continue
+        if found is None:
+            break
+        member, following, is_complete = found
+        if not is_complete:
+            stop = member.offset + member.size
+            yield Damage(f"a file in it ends at byte {stop}, which is after the end of the archive", member.name)
+            return
+        if member.name:
+            yield member
+        offset = following
+    if reader.damage is not None:
+        yield Damage(reader.damage)
+    elif offset and not reader.at(offset - 1, 1):  # refused by tarfile, too
+        yield Damage(f"the archive ends before byte {offset}, in the padding of its last file")
+    elif offset is not None and not reader.at(offset, BLOCK):
+        if not offset:
+            yield Damage("it is empty")
+        elif not is_damaged:
+            _log.warning("%s has no end mark: if it was cut, its last sample is incomplete", name)
 
 
-def _member(reader: TarReader, start: int) -> tuple[TarMember, int, bool] | None:
+def _member(reader: Reader, start: int) -> tuple[TarMember, int, bool] | None:
     """Return the next member, the offset of the header after it, and True if all its bytes exist. None at the end."""
     header = _header(reader, start)
     if header is None:
@@ -140,7 +128,7 @@ def _member(reader: TarReader, start: int) -> tuple[TarMember, int, bool] | None
     return TarMember(name, offset, size, ends), following, is_complete
 
 
-def _header(reader: TarReader, offset: int) -> _Header | None:
+def _header(reader: Reader, offset: int) -> _Header | None:
     """Return the header at an offset. None at the end of the archive."""
     block = reader.at(offset, BLOCK)
     if not block or block == _ZERO:
@@ -197,7 +185,7 @@ def _is_folder(header: _Header) -> bool:
     return header.kind == 0 and _text(header.block[:100]).endswith(b"/")  # of V7 archives
 
 
-def _extension(reader: TarReader, header: _Header) -> dict[bytes, bytes]:
+def _extension(reader: Reader, header: _Header) -> dict[bytes, bytes]:
     """Return what an extended header says about the next member, with the keys of pax."""
     start = header.offset - BLOCK
     if header.size > _LONGEST_EXTENSION:
@@ -236,7 +224,7 @@ def _pax_size(value: bytes, start: int) -> int:
     return int(value)
 
 
-def _after_sparse_map(reader: TarReader, header: _Header) -> int:
+def _after_sparse_map(reader: Reader, header: _Header) -> int:
     """Return the offset of the contents of a sparse GNU member, whose map may take further blocks."""
     offset, block, flag = header.offset, header.block, 482
     while block[flag]:
@@ -247,7 +235,7 @@ def _after_sparse_map(reader: TarReader, header: _Header) -> int:
     return offset
 
 
-def _ends(reader: TarReader, offset: int, size: int) -> tuple[bytes, bool]:
+def _ends(reader: Reader, offset: int, size: int) -> tuple[bytes, bool]:
     """Return the first and the last bytes of contents, and True if all of them exist."""
     if size <= 2 * BLOCK:
         whole = reader.at(offset, size)
@@ -257,7 +245,7 @@ def _ends(reader: TarReader, offset: int, size: int) -> tuple[bytes, bool]:
     return head + tail, len(tail) == BLOCK
 
 
-def _next_header(reader: TarReader, offset: int) -> int | None:
+def _next_header(reader: Reader, offset: int) -> int | None:
     """Return the offset of the first header after a damaged one, or None.
 
     The size in the damaged header is tried first: contents may be an archive themselves, with headers of their own.
@@ -291,6 +279,7 @@ class Ranges:
     """Reader that fetches more and more ahead, as long as no large gap is skipped."""
 
     seekable = True
+    damage: str | None = None
 
     def __init__(self, file: OpenFile, *, local: bool) -> None:
         self._file = file
@@ -341,8 +330,14 @@ class Stream:
             return b""
 
 
+Reader = Ranges | Stream
+"""Access to the bytes of an archive. ``at`` returns bytes from an offset on, fewer only at the end or after ``damage``.
+If it is not ``seekable``, offsets must not decrease.
+"""
+
+
 @contextmanager
-def opened(store: Store, entry: Entry) -> Iterator[tuple[Ranges | Stream, str]]:
+def opened(store: Store, entry: Entry) -> Iterator[tuple[Reader, str]]:
     """Yield a reader of an archive, and the ETag of its file."""
     with store.open(entry) as file:
         if compression(entry.path) is None:

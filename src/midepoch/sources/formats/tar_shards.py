@@ -4,9 +4,8 @@ Samples are exactly those of the ``webdataset`` package. Its rules: the key is t
 name, and the extension is the rest, in lower case. Files without an extension or with a name like ``__meta__``, links
 and folders are ignored.
 
-The footer of a file in the index is tables of its members, one for each block.
-
-Each table is compressed separately: to read a block, only its own table is decompressed.
+The footer of a file in the index is an Arrow file with a record batch for each block. To read a block, only its own
+batch is decompressed.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ import pyarrow as pa
 from midepoch.errors import FormatError
 from midepoch.sources.formats.base import Block, Format, Scanned, table_of
 from midepoch.sources.formats.compressed import compression, decompressed
-from midepoch.sources.formats.tar_headers import BLOCK, Archive, Damage, Stream, TarMember, opened
+from midepoch.sources.formats.tar_headers import BLOCK, Damage, TarMember, members, opened
 from midepoch.storage.open_files import Entry
 from midepoch.storage.stores import OpenFile, Store
 
@@ -41,6 +40,7 @@ _RESERVED = (KEY, "__url__")
 _BAD = "__bad__"
 _MOST_COLUMNS = 1_000
 _NAMED_SAMPLES = 10
+_NAMES = b"names"
 
 
 class TarShard:
@@ -49,20 +49,17 @@ class TarShard:
     def __init__(self, name: str, skip_damage: bool) -> None:
         self._name, self._skip_damage = name, skip_damage
         self._extensions: dict[bytes, int] = {}
-        self._columns: list[str] = []
-        self._counts: list[int] = []
-        self._largest: list[int] = []
         self._numbers: dict[str, int] = {}
+        """Numbers of the columns, by their names."""
         self._sample: Sample | None = None
         self._is_suspect = False
         """True after damage of a header: the missing file may belong to the sample before or to the one after it."""
         self._block: list[Sample] = []
-        self._rows: list[int] = []
-        self._tables: list[bytes] = []
+        self._blocks: list[_Packed] = []
         self._digest = hashlib.blake2b(digest_size=16)
-        self._bytes = self._links = 0
+        self._links = 0
         self._skipped: list[str] = []
-        self.is_damaged = False
+        self._is_damaged = False
 
     def add(self, item: TarMember | Damage) -> None:
         """Add the next member of the archive."""
@@ -85,23 +82,16 @@ class TarShard:
             self._finish()
             sample = self._sample = Sample(key, is_whole=not self._is_suspect)
         self._is_suspect = False
-        if column in sample.columns or column < 0:
+        if column < 0 or any(column == each[0] for each in sample.members):
             self._refuse_duplicate(key, extension)
             return
-        sample.columns.append(column)
-        sample.offsets.append(item.offset)
-        sample.sizes.append(item.size)
-        sample.sparse.append(item.is_sparse)
+        sample.members.append((column, item.offset, item.size, item.is_sparse))
         sample.contents.append(b"%d %b %d " % (len(extension), extension, item.size))
         sample.contents.append(item.ends)
 
     def _new_extension(self, name: bytes, extension: bytes) -> int:
         text = extension.decode(errors="backslashreplace").lower()
-        number = -1 if text in _RESERVED else self._numbers.setdefault(text, len(self._columns))
-        if number == len(self._columns):
-            self._columns.append(text)
-            self._counts.append(0)
-            self._largest.append(0)
+        number = -1 if text in _RESERVED else self._numbers.setdefault(text, len(self._numbers))
         if number > _MOST_COLUMNS:
             raise FormatError(
                 f"{self._name}: its files have more than {_MOST_COLUMNS:,} different extensions, the last is {text!r} "
@@ -122,18 +112,13 @@ class TarShard:
         split = _SPLIT(damage.name) if damage.name else None
         before = self._sample.key if self._sample is not None else None
         if not self._skip_damage:
-            place = (
-                f"in sample {_shown(split[1])}"
-                if split
-                else f"after sample {_shown(before)}"
-                if before
-                else "at its beginning"
-            )
+            after = f"after sample {_shown(before)}" if before else "at its beginning"
+            place = f"in sample {_shown(split[1])}" if split else after
             raise FormatError(
                 f'{self._name}: damaged {place}: {damage.text}. Copy or download it again, or pass on_error="skip" '
                 "to use the samples that can be read."
             )
-        self.is_damaged = True
+        self._is_damaged = True
         _log.warning("%s: %s", self._name, damage.text)
         if split is None:
             self._is_suspect = True
@@ -143,56 +128,57 @@ class TarShard:
     def _finish(self) -> None:
         """Add the current sample to the block, or start the next block with it."""
         sample, self._sample = self._sample, None
-        if sample is None or not sample.columns or self._is_bad(sample):
+        if sample is None or not sample.members or self._is_bad(sample):
             return
         if not sample.is_whole:
             self._skipped.append(_shown(sample.key))
             return
-        if self._block and sample.stop - self._block[0].offsets[0] > BLOCK_BYTES:
+        _, offset, size, _ = sample.members[-1]
+        if self._block and offset + size - self._block[0].members[0][1] > BLOCK_BYTES:
             self._close_block()
-        for column, size in zip(sample.columns, sample.sizes, strict=True):
-            self._counts[column] += 1
-            if size > self._largest[column]:
-                self._largest[column] = size
-        self._digest.update(b"%d %b %d " % (len(sample.key), sample.key, len(sample.columns)))
-        self._digest.update(b"".join(sample.contents))
-        self._bytes += sum(sample.sizes)
         self._block.append(sample)
+        self._digest.update(b"%d %b %d " % (len(sample.key), sample.key, len(sample.members)))
+        self._digest.update(b"".join(sample.contents))
+
+    def _close_block(self) -> None:
+        samples, self._block = self._block, []
+        keys = [sample.key.decode(errors="backslashreplace") for sample in samples]
+        bounds = np.cumsum([0, *(len(sample.members) for sample in samples)], dtype=np.int32)
+        numbers = np.array([member for sample in samples for member in sample.members], np.int64)
+        self._blocks.append((keys, bounds, numbers.T.copy()))
 
     def _is_bad(self, sample: Sample) -> bool:
         """Return True for a sample with a file ``key.__bad__`` that is not empty: webdataset omits it."""
         number = self._numbers.get(_BAD)
-        return number in sample.columns and sample.sizes[sample.columns.index(number)] > 0
-
-    def _close_block(self) -> None:
-        self._rows.append(len(self._block))
-        self._tables.append(packed(self._block))
-        self._block = []
+        return any(column == number and size > 0 for column, _, size, _ in sample.members)
 
     def finished(self) -> Scanned:
         """Return the result of the scan."""
         self._finish()
         if self._block:
             self._close_block()
-        rows = sum(self._rows)
         if self._skipped:
             more = ", …" if len(self._skipped) > _NAMED_SAMPLES else ""
             listed = ", ".join(self._skipped[:_NAMED_SAMPLES])
             _log.warning("%s: skipped %d damaged samples: %s%s", self._name, len(self._skipped), listed, more)
         if self._links:
             _log.warning("%s: ignored %d links, which are not files", self._name, self._links)
-        used = [number for number, count in enumerate(self._counts) if count]
-        kinds = [pa.large_binary() if self._largest[number] > LARGEST else pa.binary() for number in used]
-        fields = [pa.field(self._columns[number], kind) for number, kind in zip(used, kinds, strict=True)]
+        rows, names = [len(keys) for keys, _, _ in self._blocks], list(self._numbers)
+        columns, _, sizes, _ = np.concatenate([np.empty((4, 0), np.int64), *(block[2] for block in self._blocks)], 1)
+        counts, largest = np.bincount(columns, minlength=len(names)), np.zeros(len(names), np.int64)
+        np.maximum.at(largest, columns, sizes)
+        used = np.flatnonzero(counts).tolist()
+        kinds = [pa.large_binary() if largest[number] > LARGEST else pa.binary() for number in used]
+        fields = [pa.field(names[number], kind) for number, kind in zip(used, kinds, strict=True)]
         return Scanned(
             pa.schema([pa.field(KEY, pa.string()), *fields]),
-            list(range(len(self._rows))),
-            self._rows,
-            {(self._columns[number],) for number in used if self._counts[number] < rows},
+            list(range(len(rows))),
+            rows,
+            {(names[number],) for number in used if counts[number] < sum(rows)},
             self._digest.hexdigest(),
-            joined(self._columns, self._tables),
-            decoded_bytes=float(self._bytes),
-            complete=not self.is_damaged,
+            packed(names, self._blocks),
+            decoded_bytes=float(sizes.sum()),
+            complete=not self._is_damaged,
         )
 
 
@@ -205,26 +191,22 @@ def _shown(name: bytes) -> str:
 
 
 Int64Array = npt.NDArray[np.int64]
-_SPARSE = 1 << 20
-"""Added to the number of the column of a sparse member."""
 
 
 @dataclass
 class Sample:
-    """A sample: its key, and for each member the number of its column, its offset and its size."""
+    """A sample: its key, and its members in the order of the archive."""
 
     key: bytes
-    columns: list[int] = field(default_factory=list)
-    offsets: list[int] = field(default_factory=list)
-    sizes: list[int] = field(default_factory=list)
-    sparse: list[bool] = field(default_factory=list)
+    members: list[tuple[int, int, int, bool]] = field(default_factory=list)
+    """The number of the column, the offset, the size, and True for a sparse member."""
     contents: list[bytes] = field(default_factory=list)
     """Descriptions of the members for the fingerprint."""
     is_whole: bool = True
 
-    @property
-    def stop(self) -> int:
-        return self.offsets[-1] + self.sizes[-1]
+
+_Packed = tuple[list[str], npt.NDArray[np.int32], Int64Array]
+"""A block: the keys of its samples, the bounds of their members, and the numbers of ``Sample.members`` in rows."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -241,87 +223,44 @@ class MemberTable:
 
     def only(self, chosen: npt.NDArray[np.bool_]) -> MemberTable:
         """Return the table of some members, and of all samples."""
-        if chosen.all():
-            return self
-        return MemberTable(
-            self.keys,
-            self.samples[chosen],
-            self.columns[chosen],
-            self.offsets[chosen],
-            self.sizes[chosen],
-            self.is_sparse[chosen],
-        )
+        names = ("samples", "columns", "offsets", "sizes", "is_sparse")
+        return self if chosen.all() else replace(self, **{name: getattr(self, name)[chosen] for name in names})
 
 
-def packed(samples: Sequence[Sample]) -> bytes:
-    """Return the table of a block.
+def packed(names: Sequence[str], blocks: Sequence[_Packed]) -> bytes:
+    """Return the footer of a file: the names of its columns, and the members of its blocks.
 
-    Offsets are stored as their difference to the place where the next member usually is, which is mostly 0.
+    Offsets are stored as their difference to the place where the next member usually is, which is mostly the same.
     """
-    keys = [sample.key.decode(errors="backslashreplace").encode() for sample in samples]
-    columns = [
-        number + _SPARSE * sparse
-        for sample in samples
-        for number, sparse in zip(sample.columns, sample.sparse, strict=True)
-    ]
-    offsets = np.array([offset for sample in samples for offset in sample.offsets], np.int64)
-    sizes = np.array([size for sample in samples for size in sample.sizes], np.int64)
-    first = int(offsets[0])
-    counts = [len(sample.columns) for sample in samples]
-    numbers = [
-        [len(samples), len(columns), first],
-        counts,
-        list(map(len, keys)),
-        columns,
-        sizes,
-        offsets - _usual(first, sizes),
-    ]
-    data = np.concatenate([np.asarray(each, np.int64) for each in numbers]).tobytes() + b"".join(keys)
-    return len(data).to_bytes(8, "little") + bytes(pa.compress(data, codec="zstd", asbytes=True))
+    lists = [pa.field(name, pa.list_(pa.int64())) for name in ("columns", "drift", "sizes", "sparse")]
+    schema = pa.schema([pa.field("keys", pa.string()), *lists], metadata={_NAMES: json.dumps(list(names))})
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_file(sink, schema, options=pa.ipc.IpcWriteOptions(compression="zstd")) as writer:
+        for keys, bounds, numbers in blocks:
+            numbers[1] -= _usual(numbers[2])
+            columns = [pa.ListArray.from_arrays(pa.array(bounds), pa.array(column)) for column in numbers]
+            writer.write_batch(pa.record_batch([pa.array(keys), *columns], schema=schema))
+    return bytes(sink.getvalue())
 
 
-def _usual(first: int, sizes: Int64Array) -> Int64Array:
-    """Return the offsets of members with one header each and nothing between them, relative to their drift."""
+def _usual(sizes: Int64Array) -> Int64Array:
+    """Return the offsets of members with one header each and nothing between them, from the first on."""
     steps = -(-sizes // BLOCK) * BLOCK + BLOCK
-    return first + np.concatenate([[0], np.cumsum(steps[:-1])])
+    return np.cumsum(steps) - steps
 
 
-def unpacked(data: bytes) -> MemberTable:
-    """Return the table of a block from its bytes."""
-    raw = pa.decompress(data[8:], int.from_bytes(data[:8], "little"), codec="zstd", asbytes=True)
-    samples, members, first = np.frombuffer(raw, np.int64, 3).tolist()
-    numbers = np.frombuffer(raw, np.int64, 2 * samples + 3 * members, 24)
-    counts, lengths = numbers[:samples], numbers[samples : 2 * samples]
-    columns, sizes, drift = numbers[2 * samples :].reshape(3, members)
-    ends = np.zeros(samples + 1, np.int32)
-    np.cumsum(lengths, out=ends[1:])
-    blob = pa.py_buffer(raw)[24 + numbers.nbytes :]
-    keys = pa.Array.from_buffers(pa.string(), samples, [None, pa.py_buffer(ends), blob])
-    return MemberTable(
-        keys,
-        np.repeat(np.arange(samples), counts),
-        columns % _SPARSE,
-        _usual(first, sizes) + drift,
-        sizes,
-        columns >= _SPARSE,
-    )
-
-
-def joined(names: Sequence[str], tables: Sequence[bytes]) -> bytes:
-    """Return the footer of a file: the names of its columns, and the tables of its blocks."""
-    head = json.dumps({"columns": list(names)}).encode()
-    ends = np.cumsum([0, *map(len, tables)], dtype=np.int64).tobytes()
-    return len(head).to_bytes(8, "little") + len(tables).to_bytes(8, "little") + head + ends + b"".join(tables)
-
-
-def member_table(footer: bytes, number: int) -> tuple[list[str], MemberTable]:
-    """Return the names of the columns of a file, and the table of one of its blocks."""
-    length = int.from_bytes(footer[:8], "little")
-    count = int.from_bytes(footer[8:16], "little")
-    names: list[str] = json.loads(footer[16 : 16 + length])["columns"]
-    first, stop = np.frombuffer(footer[16 + length + 8 * number : 16 + length + 8 * number + 16], np.int64).tolist()
-    base = 16 + length + 8 * (count + 1)
-    return names, unpacked(footer[base + first : base + stop])
+def unpacked(footer: bytes, number: int) -> tuple[list[str], MemberTable]:
+    """Return the names of the columns of a file, and the members of one of its blocks."""
+    with pa.ipc.open_file(footer) as file:
+        batch = file.get_batch(number)
+    keys, *lists = batch.columns
+    bounds = np.frombuffer(lists[0].buffers()[1], np.int32, len(batch) + 1)
+    # Not Array.to_numpy, which would import pandas.
+    numbers = [np.frombuffer(each.values.buffers()[1], np.int64, int(bounds[-1])) for each in lists]
+    columns, drift, sizes, sparse = numbers
+    samples = np.repeat(np.arange(len(batch)), np.diff(bounds))
+    table = MemberTable(keys, samples, columns, _usual(sizes) + drift, sizes, sparse != 0)
+    return json.loads(batch.schema.metadata[_NAMES]), table
 
 
 _log = logging.getLogger("midepoch")
@@ -339,21 +278,15 @@ class TarFormat(Format):
     def scan(self, store: Store, entry: Entry, *, skip_damage: bool) -> Scanned:
         name = store.name(entry.path)
         with opened(store, entry) as (reader, etag):
-            archive, shard = Archive(reader), TarShard(name, skip_damage)
-            for item in archive:
+            shard = TarShard(name, skip_damage)
+            for item in members(reader, name):
                 shard.add(item)
-            if isinstance(reader, Stream) and reader.damage is not None:
-                shard.add(Damage(reader.damage))
-            elif not archive.end and not reader.at(0, 1):
-                shard.add(Damage("it is empty"))
-            elif not shard.is_damaged and not archive.is_marked:
-                _log.warning("%s has no end mark: if it was cut, its last sample is incomplete", name)
         found = shard.finished()
         found.etag = etag
         return found
 
     def decode(self, store: Store, block: Block, schema: pa.Schema, columns: Sequence[str]) -> pa.Table:
-        names, table = member_table(block.footer, block.offset)
+        names, table = unpacked(block.footer, block.offset)
         numbers = {name: number for number, name in enumerate(names)}
         present = [name for name in columns if name in numbers or name == KEY]
         wanted = [numbers[name] for name in present if name != KEY]
