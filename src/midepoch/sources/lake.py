@@ -109,8 +109,9 @@ def warn_of_damage(store: Store, index: Index) -> None:
     for file in index.files.with_broken_lines:
         more = ", …" if file.broken > len(file.broken_lines) else ""
         _log.warning(
-            "%s: skipped %d line%s that cannot be read: %s%s", store.name(file.path), file.broken,
-            "s" * (file.broken > 1), ", ".join(map(str, file.broken_lines)), more,
+            "%s: skipped %d line%s%s that cannot be read: %s%s", store.name(file.path), file.broken,
+            "s" * (file.broken > 1), " or elements" * (index.format == "jsonl"),
+            ", ".join(map(str, file.broken_lines)), more,
         )  # fmt: skip
 
 

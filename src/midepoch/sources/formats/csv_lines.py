@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import csv
 import io
-import json
 import os
 import re
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -20,10 +20,10 @@ import pyarrow.csv as pc
 from midepoch.errors import FormatError
 from midepoch.sources.formats.base import Block, Format, Scanned, table_of
 from midepoch.sources.formats.compressed import contents
-from midepoch.sources.formats.cutting import Int64Array, broken_quoted_rows, broken_rows, is_closed, row_ends
-from midepoch.sources.formats.lines import read_rows, scan_lines
+from midepoch.sources.formats.cutting import Int64Array, broken_quoted_rows, is_closed, row_ends
+from midepoch.sources.formats.lines import Dialect, about_rows, check_text, read_rows, scan_text
 from midepoch.sources.names import COMPRESSIONS
-from midepoch.storage.damage import DamageError, is_damage
+from midepoch.storage.damage import DamageError
 from midepoch.storage.open_files import Entry
 from midepoch.storage.stores import Store
 
@@ -48,14 +48,13 @@ class CsvFormat(Format):
                 f"{store.name(entry.path)}: several columns are named {', '.join(map(repr, twice))}. "
                 "Rename them in the file."
             )
-        found = scan_lines(store, entry, _CsvRows(names, delimiter), start=start, skip_damage=skip_damage)
+        found = scan_text(store, entry, _CsvRows(names, delimiter), start=start, skip_damage=skip_damage)
         if not len(found.schema):
             found.schema = pa.schema([(name, pa.null()) for name in names])
-        found.footer = json.dumps({"names": names, **json.loads(found.footer or b'{"broken": []}')}).encode()
         return found
 
     def decode(self, store: Store, block: Block, schema: pa.Schema, columns: Sequence[str]) -> pa.Table:
-        names = json.loads(block.footer)["names"]
+        names = about_rows(block.footer)["names"]
         present = [name for name in columns if name in names]
         data, delimiter = read_rows(store, block), self._chosen or _delimiter(block.entry.path)
         if not present:
@@ -63,37 +62,37 @@ class CsvFormat(Format):
         return _parse(data, names, delimiter, present, {name: schema.field(name).type for name in present})
 
 
-class _CsvRows:
-    """Implementation of ``lines.Dialect`` for CSV."""
+class _CsvRows(Dialect):
+    mixed_is_text = True
 
     def __init__(self, names: list[str], delimiter: str) -> None:
-        self._names, self._delimiter, self.delimiter = names, delimiter, delimiter.encode()
+        self._names, self._delimiter, self._bytes = names, delimiter, delimiter.encode()
         self.name = f"csv:{ord(delimiter)}"
 
-    def ends(self, data: bytes) -> Int64Array:
-        return row_ends(data, self.delimiter)
+    @property
+    def about(self) -> dict[str, Any]:
+        return {"names": self._names}
 
-    def has_rows(self, data: bytes, head: bytes) -> bool:
-        """Return True if white space contains rows: tabs as delimiters, or lines of spaces in a single column."""
-        return self.delimiter in data or (self.delimiter not in head and re.search(rb"[ \t]\r?\n", data) is not None)
+    def ends(self, data: bytes) -> Int64Array:
+        return row_ends(data, self._bytes)
+
+    def has_rows(self, data: bytes) -> bool:
+        """Return True also if white space contains rows: tabs as delimiters, or lines of spaces in a single column."""
+        in_one_column = len(self._names) == 1 and re.search(rb"[ \t]\r?\n", data) is not None
+        return super().has_rows(data) or self._bytes in data or in_one_column
+
+    def is_closed(self, data: bytes) -> bool:
+        return is_closed(data, self._bytes)
 
     def parse(self, data: bytes) -> pa.Table:
         return _parse(data, self._names, self._delimiter)
 
     def problem(self, data: bytes) -> str | None:
-        try:
-            self.parse(data)
-        except pa.ArrowException as problem:
-            if not is_damage(problem):
-                raise
-            return re.sub(r"^CSV parse error: (Row #\d+: )?", "", str(problem)).rstrip()
-        return None if is_closed(data, self.delimiter) else "a quoted value begins in it and never ends"
+        unclosed = None if self.is_closed(data) else "a quoted value begins in it and never ends"
+        return super().problem(data) or unclosed
 
     def broken(self, data: bytes) -> list[tuple[int, int]]:
-        return broken_quoted_rows(data, self.delimiter, len(self._names), self.problem)
-
-    def refused(self, problem: Exception) -> str:
-        return f"{problem}."
+        return broken_quoted_rows(data, self._bytes, len(self._names), self.problem)
 
 
 def _delimiter(path: str) -> str:
@@ -157,7 +156,7 @@ class TextFormat(Format):
     """Format with blocks of about 8 MB."""
 
     def scan(self, store: Store, entry: Entry, *, skip_damage: bool) -> Scanned:
-        found = scan_lines(store, entry, _TextLines(), start=0, skip_damage=skip_damage)
+        found = scan_text(store, entry, _TextLines(), start=0, skip_damage=skip_damage)
         found.schema = _SCHEMA
         return found
 
@@ -166,10 +165,8 @@ class TextFormat(Format):
         return pa.table([lines], schema=_SCHEMA).select([name for name in columns if name == COLUMN])
 
 
-class _TextLines:
-    """Implementation of ``lines.Dialect`` for plain text in UTF-8."""
-
-    name, delimiter = "text", None
+class _TextLines(Dialect):
+    name = "text"
 
     def ends(self, data: bytes) -> Int64Array:
         values = np.frombuffer(data, np.uint8)
@@ -178,32 +175,16 @@ class _TextLines:
             is_end[:-1] |= (values[:-1] == _RETURN) & ~is_end[1:]
         return np.flatnonzero(is_end) + 1
 
-    def has_rows(self, data: bytes, head: bytes) -> bool:
+    def has_rows(self, data: bytes) -> bool:
         return len(data) > 0
 
     def parse(self, data: bytes) -> pa.Table:
-        lines = _lines(data)
-        lines.validate(full=True)
-        return pa.table([lines], schema=_SCHEMA)
-
-    def problem(self, data: bytes) -> str | None:
-        if len(data) > _LONGEST:
-            return f"it has {len(data)} bytes, more than 2 GiB"
-        try:
-            data.decode()
-        except UnicodeDecodeError as problem:
-            return f"it is not UTF-8 text: {problem}"
-        return None
-
-    def broken(self, data: bytes) -> list[tuple[int, int]]:
-        return broken_rows(data, self.ends(data), self.problem)
-
-    def refused(self, problem: Exception) -> str:
-        return f"{problem}."
+        check_text(data)
+        return pa.table([_lines(data)], schema=_SCHEMA)
 
 
 def _lines(data: bytes) -> pa.Array:
-    """Return the lines without their ends, unchecked: text that is not UTF-8 is found by ``validate``."""
+    """Return the lines without their ends, unchecked."""
     if b"\r" in data:
         data = data.replace(b"\r\n", b"\n").replace(b"\r", b"\n")
     ends = np.flatnonzero(np.frombuffer(data, np.uint8) == _FEED)

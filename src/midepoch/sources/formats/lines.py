@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Iterable, Iterator
 from functools import lru_cache
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
 import pyarrow as pa
 import pyarrow.types as pt
@@ -19,7 +20,7 @@ import pyarrow.types as pt
 from midepoch.errors import FormatError
 from midepoch.sources.formats.base import Block, Scanned
 from midepoch.sources.formats.compressed import can_be_fetched, compression, contents, decompressed, skip
-from midepoch.sources.formats.cutting import Int64Array, is_closed, without
+from midepoch.sources.formats.cutting import SPACE, Int64Array, broken_rows, row_ends, without
 from midepoch.storage.damage import DamageError, is_damage
 from midepoch.storage.open_files import Entry
 from midepoch.storage.stores import Store
@@ -103,96 +104,163 @@ def _wider(file: str, column: str, a: pa.DataType, b: pa.DataType, text: bool) -
 
 BLOCK_BYTES = 8 << 20
 _READ = 8 << 20
+_MIXED = re.compile(r"Column\(/(?:/\[\]/)?(.+)\) changed from (\w+) to (\w+)")
+_PARSER_WORDS = re.compile(r"^(?:JSON|CSV) parse error: (?:Row #\d+: )?|\.? in row \d+$|\.$")
 _LONGEST_ROW = 32
 """Number of blocks after which the closing quote of an open quoted value is assumed to be missing."""
 
 
-class Dialect(Protocol):
-    """Syntax of the rows of a text. ``name`` tells it from others: the same bytes are other rows in another syntax.
+def check_text(data: bytes) -> None:
+    """Raise UnicodeDecodeError for bytes that are not UTF-8."""
+    if not data.isascii():
+        data.decode()
 
-    ``delimiter`` is None for formats in which values are never quoted.
+
+class Piece(NamedTuple):
+    """Some rows of a file: their byte offset, the number of the first line or element, and their bytes.
+
+    ``is_cut``: it is known that they end with a row.
     """
 
-    @property
-    def name(self) -> str: ...
+    offset: int
+    number: int
+    data: bytes
+    is_cut: bool = False
+
+
+class Dialect:
+    """Syntax of rows in text. ``name`` tells it from others: the same bytes are other rows in another syntax.
+
+    ``unit`` names a row by its number. ``about``: what else is needed to decode a block. ``mixed_is_text``: values of
+    different types become text.
+    """
+
+    name = ""
+    unit = "line {}"
+    mixed_is_text = False
 
     @property
-    def delimiter(self) -> bytes | None: ...
+    def about(self) -> dict[str, Any]:
+        return {}
 
     def ends(self, data: bytes) -> Int64Array:
         """Return the position after each row, for data that begins with a row. The last row may be missing."""
-        ...
+        return row_ends(data, None)
 
-    def has_rows(self, data: bytes, head: bytes) -> bool:
-        """Return True if the end of a file contains a row. ``head`` is what comes before the first row."""
-        ...
+    def count(self, data: bytes, stop: int | None = None) -> int:
+        """Return the number of units before a position: of line feeds, carriage returns, or both together."""
+        feeds = data.count(b"\n", 0, stop)
+        if b"\r" not in data:
+            return feeds
+        return feeds + data.count(b"\r", 0, stop) - data.count(b"\r\n", 0, stop)
+
+    def has_rows(self, data: bytes) -> bool:
+        """Return True if the end of a file contains a row."""
+        return bool(data.strip(SPACE))
+
+    def is_closed(self, data: bytes) -> bool:
+        """Return True if data ends with a row, not inside of one."""
+        return True
 
     def parse(self, data: bytes) -> pa.Table:
         """Return all rows. Raise ``pa.ArrowException`` or ``UnicodeDecodeError``."""
-        ...
+        raise NotImplementedError
+
+    def is_readable(self, data: bytes) -> bool:
+        """Return True if each row can be read, though not all of them together, because their types differ."""
+        return False
 
     def problem(self, data: bytes) -> str | None:
         """Return the reason why rows cannot be read. None if each can be read alone."""
-        ...
+        try:
+            self.parse(data)
+        except UnicodeDecodeError as problem:
+            return f"it is not UTF-8 text: {problem}"
+        except pa.ArrowException as problem:
+            if not is_damage(problem):
+                raise
+            if _MIXED.search(str(problem)) and self.is_readable(data):
+                return None
+            return _PARSER_WORDS.sub("", str(problem)).rstrip()
+        return None
 
     def broken(self, data: bytes) -> list[tuple[int, int]]:
         """Return the byte ranges of rows that cannot be read even alone."""
-        ...
+        return broken_rows(data, self.ends(data), self.problem)
 
-    def refused(self, problem: Exception) -> str:
-        """Return the message for rows that can be read alone, but not together."""
-        ...
+    def pieces(self, file: FilePieces) -> Iterator[Piece]:
+        """Yield the contents of a file in pieces that end with a row, of about 8 MB."""
+        rest, offset, number, enough = b"", file.start, 0, BLOCK_BYTES
+        for data in file:
+            number = number or 1 + self.count(file.head)
+            rest += data
+            if len(rest) < enough:
+                continue
+            cut = last = self._last_end(rest)
+            if not cut and len(rest) >= _LONGEST_ROW * BLOCK_BYTES:
+                cut = rest.rfind(b"\n") + 1
+            enough = BLOCK_BYTES if cut else 2 * len(rest)
+            if cut:
+                yield Piece(offset, number, rest[:cut], is_cut=last > 0)
+                offset, number, rest = offset + cut, number + self.count(rest[:cut]), rest[cut:]
+        if file.is_damaged:
+            rest = rest[: self._last_end(rest)]
+        if self.has_rows(rest):
+            yield Piece(offset, number, rest)
+
+    def _last_end(self, data: bytes) -> int:
+        ends = self.ends(data)
+        return int(ends[-1]) if len(ends) else 0
 
 
-def scan_lines(store: Store, entry: Entry, dialect: Dialect, *, start: int, skip_damage: bool) -> Scanned:
+def scan_text(store: Store, entry: Entry, dialect: Dialect, *, start: int, skip_damage: bool) -> Scanned:
     """Divide a file from byte ``start`` on into blocks, and parse every block once."""
     name = store.name(entry.path)
-    pieces = FilePieces(store, entry, start, salvage=skip_damage)
-    text = _Text(pieces, start, dialect)
+    file = FilePieces(store, entry, start, salvage=skip_damage)
     found = Scanned(pa.schema([]), inferred=True)
     schemas: list[pa.Schema] = []
     broken: list[tuple[int, int]] = []
-    for data in text:
-        table, ranges = _read(name, text, data, dialect, skip_damage)
+    end = start
+    for piece in dialect.pieces(file):
+        table, ranges = _read(name, piece, dialect, skip_damage)
         if table.num_rows:
-            found.offsets.append(text.offset)
+            found.offsets.append(piece.offset)
             found.rows.append(table.num_rows)
             found.nullable |= nulls(table)
             schemas.append(table.schema)
-        broken += [(text.offset + first, text.offset + stop) for first, stop in ranges]
-        found.broken_lines += [text.line_at(data, first) for first, _ in ranges]
-    found.complete, found.stop = not pieces.is_damaged, text.offset if pieces.is_damaged else None
-    if entry.size and not schemas and text.offset > start:
+        broken += [(piece.offset + first, piece.offset + stop) for first, stop in ranges]
+        found.broken_lines += [piece.number + dialect.count(piece.data, first) for first, _ in ranges]
+        end = piece.offset + len(piece.data)
+    if broken and not schemas:
         raise DamageError(f"{name}: none of its {entry.size} bytes can be read as a row. Check the format.")
-    found.schema = widest(name, schemas, text=dialect.delimiter is not None)
-    found.decoded_bytes = float(text.offset - start)
+    found.complete, found.stop = not file.is_damaged, end if file.is_damaged else None
+    found.schema = widest(name, schemas, text=dialect.mixed_is_text)
+    found.decoded_bytes = float(end - start)
     for schema in schemas:
-        if schema.names != found.schema.names or any(map(pa.types.is_struct, schema.types)):
-            found.nullable |= lacking(found.schema, schema)
-    found.fingerprint = f"{pieces.digest.hexdigest()}-{dialect.name}"
-    found.footer = json.dumps({"broken": broken}).encode() if broken else b""
-    with store.open(entry) as file:
-        found.etag = file.etag
+        found.nullable |= lacking(found.schema, schema)
+    found.fingerprint = f"{file.digest.hexdigest()}-{dialect.name}"
+    found.footer = json.dumps({**dialect.about, "broken": broken}).encode()
+    with store.open(entry) as opened:
+        found.etag = opened.etag
     return found
 
 
-def _read(
-    name: str, text: _Text, data: bytes, dialect: Dialect, skip_damage: bool
-) -> tuple[pa.Table, list[tuple[int, int]]]:
-    """Return the rows of a block, and the byte ranges of those that were left out."""
-    ranges: list[tuple[int, int]] = []
+def _read(name: str, piece: Piece, dialect: Dialect, skip_damage: bool) -> tuple[pa.Table, list[tuple[int, int]]]:
+    """Return the rows of a piece, and the byte ranges of those that were left out."""
+    data = piece.data
     try:
-        if text.is_cut or dialect.delimiter is None or is_closed(data, dialect.delimiter):
-            return dialect.parse(data), ranges
+        if piece.is_cut or dialect.is_closed(data):
+            return dialect.parse(data), []
     except (pa.ArrowException, UnicodeDecodeError) as problem:
         if not is_damage(problem):
             raise
     ranges = dialect.broken(data)
     if ranges and not skip_damage:
         first, stop = ranges[0]
+        place = dialect.unit.format(piece.number + dialect.count(data, first))
         raise FormatError(
-            f"{name}: line {text.line_at(data, first)} cannot be read: {dialect.problem(data[first:stop])}. Fix the "
-            'line, or pass on_error="skip" to leave out lines that cannot be read.'
+            f'{name}: {place} cannot be read: {dialect.problem(data[first:stop])}. Fix it, or pass on_error="skip" to '
+            "leave out rows that cannot be read."
         )
     rest = without(data, ranges)
     if ranges and not rest.strip():
@@ -200,30 +268,36 @@ def _read(
     try:
         return dialect.parse(rest), ranges
     except (pa.ArrowException, UnicodeDecodeError) as problem:
-        raise FormatError(f"{name}: {dialect.refused(problem)}") from None
+        mixed = _MIXED.search(str(problem))
+        if mixed is None:
+            raise FormatError(f"{name}: {problem}.") from None
+        column, one, other = mixed.groups()
+        text = f"{name}: column {column!r} contains {one} in some rows and {other} in others. {MIXED_REMEDY}"
+        raise FormatError(text) from None
 
 
 class FilePieces:
     """Iterable over the contents of a file from byte ``start`` on, in pieces of ``_READ`` bytes.
 
-    ``salvage``: use the readable part of a damaged compressed file, and set ``is_damaged``.
+    ``salvage``: use the readable part of a damaged file, and set ``is_damaged``.
     """
 
     def __init__(self, store: Store, entry: Entry, start: int, *, salvage: bool) -> None:
-        self._store, self._entry, self._start, self._salvage = store, entry, start, salvage
+        self._store, self._entry, self.start, self.salvage = store, entry, start, salvage
+        self.name = store.name(entry.path)
         self.digest = hashlib.blake2b(digest_size=16)
         self.head, self.is_damaged = b"", False
 
     def __iter__(self) -> Iterator[bytes]:
         with contents(self._store, self._entry) as file:
-            self.head = bytes(file.read(self._start)) if self._start else b""
+            self.head = bytes(file.read(self.start)) if self.start else b""
             self.digest.update(self.head)
             for data in self._read(file):
                 self.digest.update(data)
                 yield data
 
     def _read(self, file: Any) -> Iterator[bytes]:
-        position = self._start
+        position = self.start
         try:
             while data := bytes(file.read(_READ)):
                 position += len(data)
@@ -235,9 +309,9 @@ class FilePieces:
                 or not can_be_fetched(self._store, self._entry)
             ):
                 raise
-            if not self._salvage:
+            if not self.salvage:
                 raise FormatError(
-                    f"{self._store.name(self._entry.path)}: its compressed data is truncated or damaged: {problem}. "
+                    f"{self.name}: its compressed data is truncated or damaged: {problem}. "
                     'Copy the file again, or pass on_error="skip" to use the lines before the damage.'
                 ) from None
             self.is_damaged = True
@@ -258,73 +332,21 @@ class FilePieces:
         return bytes(found)
 
 
-class _Text:
-    """Iterable over the contents of a file in pieces that end with a row.
-
-    ``offset`` and ``line`` are those of the last piece. ``is_cut``: that piece is known to end with a row.
-    """
-
-    def __init__(self, pieces: FilePieces, start: int, dialect: Dialect) -> None:
-        self._pieces, self._dialect = pieces, dialect
-        self.offset, self._line = start, 1
-        self.is_cut = False
-
-    def line_at(self, data: bytes, position: int) -> int:
-        """Return the number of a line of this piece. The first line of the file is 1."""
-        return self._line + _line_ends(data, position)
-
-    def __iter__(self) -> Iterator[bytes]:
-        rest, enough = b"", BLOCK_BYTES
-        for number, data in enumerate(self._pieces):
-            if not number:
-                self._line += _line_ends(self._pieces.head)
-            rest += data
-            if len(rest) < enough:
-                continue
-            cut = self._last_row_end(rest)
-            enough = BLOCK_BYTES if cut else 2 * len(rest)
-            if cut:
-                yield rest[:cut]
-                self._pass(rest[:cut])
-                rest = rest[cut:]
-        if self._pieces.is_damaged:
-            rest = rest[: self._last_row_end(rest)]
-        self.is_cut = False
-        if rest.strip(b"\r\n \t") or self._dialect.has_rows(rest, self._pieces.head):
-            yield rest
-            self._pass(rest)
-
-    def _pass(self, data: bytes) -> None:
-        self.offset += len(data)
-        self._line += _line_ends(data)
-
-    def _last_row_end(self, data: bytes) -> int:
-        ends = self._dialect.ends(data)
-        self.is_cut = len(ends) > 0
-        if not self.is_cut and len(data) >= _LONGEST_ROW * BLOCK_BYTES:
-            return data.rfind(b"\n") + 1
-        return int(ends[-1]) if self.is_cut else 0
-
-
-def _line_ends(data: bytes, stop: int | None = None) -> int:
-    """Return the number of line ends before ``stop``: line feeds, carriage returns, or both together."""
-    feeds = data.count(b"\n", 0, stop)
-    if b"\r" not in data:
-        return feeds
-    return feeds + data.count(b"\r", 0, stop) - data.count(b"\r\n", 0, stop)
-
-
 def read_rows(store: Store, block: Block) -> bytes:
     """Return the bytes of a block without the rows that the index marks as broken."""
     data = _read_range(store, block)
     stop = block.offset + len(data)
-    ranges = [(a - block.offset, b - block.offset) for a, b in _broken(block.footer) if block.offset <= a < stop]
+    ranges = [
+        (a - block.offset, b - block.offset) for a, b in about_rows(block.footer)["broken"] if block.offset <= a < stop
+    ]
     return without(data, ranges)
 
 
 @lru_cache(maxsize=64)
-def _broken(footer: bytes) -> list[tuple[int, int]]:
-    return [(first, stop) for first, stop in json.loads(footer)["broken"]] if footer else []
+def about_rows(footer: bytes) -> dict[str, Any]:
+    """Return what a dialect needs to decode blocks, and the byte ranges of broken rows."""
+    about: dict[str, Any] = json.loads(footer)
+    return about
 
 
 def _read_range(store: Store, block: Block) -> bytes:
