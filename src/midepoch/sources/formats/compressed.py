@@ -93,46 +93,40 @@ class _Decompressed:
     def read(self, offset: int, end: int | None) -> bytes:
         """Return the bytes from ``offset`` to ``end``, or to the end of the contents."""
         with self._lock:
-            if self._is_growing and (end is None or end > self.size):
-                self._grow(end)
             kept = self._kept(offset, self.size if end is None else min(end, self.size))
-            start = offset + len(kept)
-            if self._is_whole or (end is not None and start >= end):
+            start, parts = offset + len(kept), [kept]
+            if self._is_whole or start == end:
                 return kept
-            if self._stream is None or start < self._position:
+            if self._stream is None or self._position > start:
                 self._rewind()
-            skip(self._stream, start - self._position)
-            rest = bytes(self._stream.read() if end is None else self._stream.read(end - start))
-            self._position = start + len(rest)
-            return kept + rest
+            while end is None or self._position < end:
+                data = self._stream.read(_READ if end is None else min(_READ, end - self._position))
+                if not data:  # the end of the contents
+                    self._is_whole, self._raw, self._stream = self._is_growing, None, None
+                    break
+                self._keep(data)
+                parts.append(data[max(0, start - self._position) :])
+                self._position += len(data)
+            return b"".join(parts)
 
     def _kept(self, offset: int, stop: int) -> bytes:
         if self._file is None or offset >= stop:
             return b""
         return os.pread(self._file.fileno(), stop - offset, offset)
 
-    def _grow(self, end: int | None) -> None:
-        assert self._file is not None
-        if self._position != self.size or self._stream is None:
-            self._rewind()
-            skip(self._stream, self.size)
-            self._position = self.size
-        while end is None or self.size < end:
-            data = self._stream.read(_READ if end is None else min(_READ, end - self.size))
-            self._position += len(data)
-            if not data:
-                self._is_whole, self._is_growing = True, False
-                self._raw = self._stream = None
-                return
-            if self.size + len(data) > self.limit or not self._write(data):
-                self._is_growing = False
-                _log.warning(
-                    "%s: only the first %d bytes of its contents are kept: blocks after them are decompressed "
-                    "repeatedly if they are not read in order. Increase cache_bytes, or write smaller files.",
-                    self._store.name(self._entry.path), self.size,
-                )  # fmt: skip
-                return
+    def _keep(self, data: bytes) -> None:
+        """Append data at the position of the stream to the file, if it comes next and fits."""
+        if not self._is_growing or self._position != self.size:
+            return
+        if self.size + len(data) <= self.limit and self._write(data):
             self.size += len(data)
+            return
+        self._is_growing = False
+        _log.warning(
+            "%s: only the first %d bytes of its contents are kept: blocks after them are decompressed "
+            "repeatedly if they are not read in order. Increase cache_bytes, or write smaller files.",
+            self._store.name(self._entry.path), self.size,
+        )  # fmt: skip
 
     def _write(self, data: bytes) -> bool:
         assert self._file is not None

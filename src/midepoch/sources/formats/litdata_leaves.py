@@ -144,88 +144,73 @@ def _nested(values: Values) -> pa.Array:
     for number in range(len(values)):
         value = values.value(number)
         try:
-            texts.append(json.dumps(nested_value(value), ensure_ascii=False))
-        except (ValueError, IndexError, struct.error, RecursionError) as problem:
+            texts.append(json.dumps(_nested_value(value), ensure_ascii=False))
+        except (ValueError, RecursionError) as problem:
             raise BadSampleError(number, f"its nested value cannot be read: {problem}") from None
     return pa.array(texts, pa.string())
 
 
-def nested_value(raw: bytes) -> Any:
+def _nested_value(raw: bytes) -> Any:
     """Return a nested value: JSON, or the compact form that begins with a tag."""
-    if not raw or raw[0] > 32:
-        return json.loads(raw)
-    return _tagged(raw, 0)[0]
+    return json.loads(raw) if not raw or raw[0] > 32 else _Tagged(raw).value()
 
 
-_FIELDS = {0x10: 11, 0x11: 7, 0x12: 8, 0x13: 9, 0x14: 10}
+class _Tagged:
+    """Reader of values in the compact form: each has a tag, and most a count."""
+
+    def __init__(self, raw: bytes) -> None:
+        self._raw, self._at = raw, 0
+
+    def value(self) -> Any:
+        tag = self._number("<B")
+        if tag > 6:
+            return self._scalar(tag)
+        count = self._number("<I")
+        if tag == 0:
+            return json.loads(self._bytes(count))
+        if tag == 1:
+            return [self._text() for _ in self._times(count)]
+        if tag in (2, 3):
+            return np.frombuffer(self._bytes(8 * count), "<i8" if tag == 2 else "<f8").tolist()
+        if tag == 4:
+            return [bool(byte) for byte in self._bytes(count)]
+        if tag == 5:
+            return {self._text(): self.value() for _ in self._times(count)}
+        keys = [self._text() for _ in self._times(self._number("<I"))]  # dicts with the same keys
+        return [{key: self._scalar(_OF_DICTS.get(self._number("<B"), -1)) for key in keys} for _ in self._times(count)]
+
+    def _scalar(self, tag: int) -> Any:
+        if tag == 7:
+            return self._text()
+        if tag in (8, 9):
+            return self._number("<q" if tag == 8 else "<d")
+        if tag == 10:
+            return bool(self._number("<B"))
+        if tag == 11:
+            return None
+        raise ValueError(f"the tag {tag} is unknown")
+
+    def _number(self, form: str) -> Any:
+        return struct.unpack(form, self._bytes(struct.calcsize(form)))[0]
+
+    def _text(self) -> str:
+        return self._bytes(self._number("<I")).decode()
+
+    def _bytes(self, size: int) -> bytes:
+        start, self._at = self._at, self._at + size
+        if self._at > len(self._raw):
+            raise ValueError("it is truncated")
+        return self._raw[start : self._at]
+
+    def _times(self, count: int) -> range:
+        """Return a range for a count that may be damaged: no value takes less than a byte."""
+        if count > len(self._raw):
+            raise ValueError("it is truncated")
+        return range(count)
+
+
+_OF_DICTS = {0x10: 11, 0x11: 7, 0x12: 8, 0x13: 9, 0x14: 10}
 """Tags of scalars in lists of dicts, as tags of values."""
-
-
-def _scalar(raw: bytes, at: int, tag: int) -> tuple[Any, int]:
-    if tag == 7:
-        return _text(raw, at)
-    if tag in (8, 9):
-        return struct.unpack_from("<q" if tag == 8 else "<d", raw, at)[0], at + 8
-    if tag == 10:
-        return bool(raw[at]), at + 1
-    if tag == 11:
-        return None, at
-    raise ValueError(f"the tag {tag} is unknown")
-
-
-def _tagged(raw: bytes, at: int) -> tuple[Any, int]:
-    tag, at = raw[at], at + 1
-    if tag >= 7:
-        return _scalar(raw, at, tag)
-    (count,) = struct.unpack_from("<I", raw, at)
-    at += 4
-    if tag in (0, 4) and at + count > len(raw):
-        raise ValueError("it is truncated")
-    if tag == 0:
-        return json.loads(raw[at : at + count]), at + count
-    if tag == 4:
-        return [bool(byte) for byte in raw[at : at + count]], at + count
-    if tag in (2, 3):
-        return np.frombuffer(raw, "<i8" if tag == 2 else "<f8", count, at).tolist(), at + 8 * count
-    if tag == 1:
-        return _repeated(raw, at, count, _text)
-    return _mapping(raw, at, count) if tag == 5 else _records(raw, at, count)
-
-
-def _repeated(raw: bytes, at: int, count: int, read: Any) -> tuple[list[Any], int]:
-    found = []
-    for _ in range(min(count, len(raw))):
-        value, at = read(raw, at)
-        found.append(value)
-    return found, at
-
-
-def _text(raw: bytes, at: int) -> tuple[str, int]:
-    (size,) = struct.unpack_from("<I", raw, at)
-    if at + 4 + size > len(raw):
-        raise ValueError("it is truncated")
-    return raw[at + 4 : at + 4 + size].decode(), at + 4 + size
-
-
-def _mapping(raw: bytes, at: int, count: int) -> tuple[dict[str, Any], int]:
-    found = {}
-    for _ in range(min(count, len(raw))):
-        key, at = _text(raw, at)
-        found[key], at = _tagged(raw, at)
-    return found, at
-
-
-def _records(raw: bytes, at: int, count: int) -> tuple[list[dict[str, Any]], int]:
-    """Return a list of dicts with the same keys. Their values are scalars."""
-    (width,) = struct.unpack_from("<I", raw, at)
-    keys, at = _repeated(raw, at + 4, width, _text)
-    found = []
-    for _ in range(min(count, len(raw))):
-        row = {}
-        for key in keys:
-            row[key], at = _scalar(raw, at + 1, _FIELDS.get(raw[at], -1))
-        found.append(row)
-    return found, at
 
 
 _BINARY = partial(bytes_array, kind=pa.binary())

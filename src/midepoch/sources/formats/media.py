@@ -10,14 +10,13 @@ import logging
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
-from midepoch.errors import CorruptBlockError, DataChangedError, DataNotFoundError
+from midepoch.errors import CorruptBlockError, DataNotFoundError
 from midepoch.sources.formats.base import Block, Format, table_of
-from midepoch.storage.damage import removed
+from midepoch.storage.damage import changed, removed
 from midepoch.storage.open_files import Entry
 from midepoch.storage.stores import Store
 
@@ -133,20 +132,11 @@ def _read_local(_store: Store, entry: Entry, place: memoryview) -> None:
             done += came
         stat = os.fstat(file.fileno())  # after the read: contents from before a change would be detected, too
     if stat.st_size != entry.size or done < len(place):
-        raise _changed(entry.path, f"it has {stat.st_size} bytes and had {entry.size}")
+        raise changed(entry.path, f"it has {stat.st_size} bytes and had {entry.size}")
     if stat.st_mtime_ns != entry.mtime_ns:
-        raise _changed(entry.path, "its modification time differs")
-
-
-def _changed(path: str, difference: str) -> DataChangedError:
-    return DataChangedError(
-        f"{path} has changed since it was indexed ({difference}). Open the dataset again to use the new contents."
-    )
+        raise changed(entry.path, "its modification time differs")
 
 
 def _read_remote(store: Store, entry: Entry, place: memoryview) -> None:
     with store.open(entry) as file:
-        data: Any = file.read_at(entry.size, 0)
-    if len(data) != entry.size:
-        raise OSError(f"{len(data)} bytes were received where {entry.size} were requested")
-    place[:] = data
+        file.read_into(place, 0)
