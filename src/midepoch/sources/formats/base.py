@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import pyarrow as pa
 
@@ -113,6 +113,17 @@ class Format:
 def table_of(names: Sequence[str], arrays: Sequence[Any], rows: int) -> pa.Table:
     """Return arrays as a table, which knows its number of rows even without columns."""
     return pa.table([pa.nulls(rows), *arrays], names=["", *names]).select(range(1, len(names) + 1))
+
+
+class Contents(NamedTuple):
+    """Contents of a file. ``read`` takes a size and an offset, and returns bytes, or a view of a mapped file."""
+
+    read: Callable[[int, int], Any]
+    size: int
+
+    @staticmethod
+    def mapped(file: pa.Buffer) -> Contents:
+        return Contents(lambda size, at: file.slice(at, min(size, file.size - at)), file.size)
 
 
 @runtime_checkable

@@ -18,7 +18,7 @@ import pyarrow as pa
 
 from midepoch.errors import DataNotFoundError, FormatError
 from midepoch.sources.fingerprints import fingerprint
-from midepoch.sources.formats.base import Block, Format, Scanned
+from midepoch.sources.formats.base import Block, Contents, Format, Scanned
 from midepoch.storage.open_files import Entry
 from midepoch.storage.stores import OpenFile, Store
 
@@ -28,8 +28,8 @@ _MOST_ROWS = 1 << 20
 _MAGIC = b"MMIDIDX\x00\x00"
 _HEADER = struct.Struct("<9sQBQQ")
 _DTYPES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 6: "float64", 7: "float32", 8: "uint16"}
-Read = Callable[[int, int], Any]
-"""Function that returns the bytes of an index: size and offset in, a buffer out."""
+Room = Callable[[int], Any]
+"""Function that returns memory for a number of bytes, as an array."""
 
 
 @dataclass(frozen=True)
@@ -42,8 +42,9 @@ class IndexHeader:
     has_modes: bool
 
     @staticmethod
-    def of(name: str, head: bytes, size: int) -> IndexHeader:
-        """Parse the header of an index of ``size`` bytes."""
+    def of(name: str, index: Contents) -> IndexHeader:
+        """Parse the header of an index."""
+        head, size = bytes(index.read(_HEADER.size, 0)), index.size
         if len(head) < _HEADER.size or not head.startswith(_MAGIC):
             raise FormatError(f"{name} is not an index of Megatron: it begins with {head[:9]!r}. Check the path.")
         _, version, code, sequences, offsets = _HEADER.unpack(head[: _HEADER.size])
@@ -68,24 +69,23 @@ class IndexHeader:
             fields.append(pa.field(MODES, pa.list_(pa.int8())))
         return pa.schema(fields)
 
-    def documents_at(self, read: Read, start: int, stop: int) -> _Documents:
+    def documents_at(self, index: Contents, start: int, stop: int) -> _Documents:
         """Return the lengths and positions of some documents. Raise ValueError if they are damaged."""
-        bounds = _array(read, "<i8", _HEADER.size + 12 * self.sequences + 8 * start, stop - start + 1)
+        bounds = _array(index, "<i8", _HEADER.size + 12 * self.sequences + 8 * start, stop - start + 1)
         if (np.diff(bounds) < 0).any() or bounds[0] < 0 or bounds[-1] > self.sequences:
             raise ValueError(f"the document indices of documents {start} to {stop - 1} are not in order")
         if not self.joined and (bounds != np.arange(start, stop + 1)).any():
             raise ValueError(f"documents {start} to {stop - 1} are not one sequence each")
         first, last = int(bounds[0]), int(bounds[-1])
-        lengths = _array(read, "<i4", _HEADER.size + 4 * first, last - first)
-        pointers = _array(read, "<i8", _HEADER.size + 4 * self.sequences + 8 * first, last - first)
+        lengths = _array(index, "<i4", _HEADER.size + 4 * first, last - first)
+        pointers = _array(index, "<i8", _HEADER.size + 4 * self.sequences + 8 * first, last - first)
         if len(lengths) and (lengths.min() < 0 or pointers.min() < 0 or (pointers % self.dtype.itemsize).any()):
             number = int(np.flatnonzero((lengths < 0) | (pointers < 0) | (pointers % self.dtype.itemsize != 0))[0])
             raise ValueError(f"sequence {first + number} has length {lengths[number]} at byte {pointers[number]}")
         modes = None
         if self.has_modes:
-            modes = _array(
-                read, "i1", _HEADER.size + 12 * self.sequences + 8 * (self.documents + 1) + first, len(lengths)
-            )
+            start_of_modes = _HEADER.size + 12 * self.sequences + 8 * (self.documents + 1)
+            modes = _array(index, "i1", start_of_modes + first, len(lengths))
         return _Documents(bounds - first, lengths, pointers, modes)
 
 
@@ -98,14 +98,9 @@ class _Documents:
     pointers: npt.NDArray[np.int64]
     modes: npt.NDArray[np.int8] | None
 
-    def span(self, width: int) -> tuple[int, int]:
-        """Return the range of bytes that contains all tokens."""
-        if not len(self.lengths):
-            return 0, 0
-        return int(self.pointers.min()), int((self.pointers + self.lengths.astype(np.int64) * width).max())
-
-    def is_contiguous(self, width: int) -> bool:
-        return bool((self.pointers[:-1] + self.lengths[:-1].astype(np.int64) * width == self.pointers[1:]).all())
+    def ends(self, width: int) -> npt.NDArray[np.int64]:
+        """Return the byte after each sequence."""
+        return self.pointers + self.lengths.astype(np.int64) * width
 
 
 class MegatronFormat(Format):
@@ -131,17 +126,11 @@ class MegatronFormat(Format):
         return found
 
     def decode(self, store: Store, block: Block, schema: pa.Schema, columns: Sequence[str]) -> pa.Table:
-        assert block.end is not None
         index = Entry(_index_path(block.entry.path), *json.loads(block.footer))
-        with store.open(index) as file:
-            header = _header(store.name(index.path), file)
-            documents = header.documents_at(file.read_at, block.offset, block.end)
-        start, stop = documents.span(header.dtype.itemsize)
-        if stop > block.entry.size:
-            raise _outside(header, documents, block, block.entry.size)
-        with store.open(block.entry) as file:
-            data = pa.py_buffer(file.read_at(stop - start, start))
-        return pa.Table.from_batches([_batch(header, documents, data, start, _heap)]).select(columns)
+        with store.open(index) as beside, store.open(block.entry) as file:
+            pair = Contents(beside.read_at, beside.size), Contents(file.read_at, file.size)
+            batch = _batch(store.name(index.path), *pair, block, lambda size: np.empty(size, np.uint8))
+        return pa.Table.from_batches([batch]).select([name for name in columns if name in batch.schema.names])
 
     def view(
         self,
@@ -149,19 +138,11 @@ class MegatronFormat(Format):
         beside: Callable[[], pa.Buffer],
         block: Block,
         schema: pa.Schema,
-        room: Callable[[int], Any],
+        room: Room,
     ) -> pa.RecordBatch:
         """Return a block of a mapped file. Its tokens are not copied, its offsets are written to ``room``."""
-        assert block.end is not None
-        index = beside()
-        header = IndexHeader.of(
-            _index_path(block.entry.path), index.slice(0, min(index.size, _HEADER.size)).to_pybytes(), index.size
-        )
-        documents = header.documents_at(lambda size, at: index.slice(at, size), block.offset, block.end)
-        start, stop = documents.span(header.dtype.itemsize)
-        if stop > file.size:
-            raise _outside(header, documents, block, file.size)
-        batch = _batch(header, documents, file.slice(start, stop - start), start, room)
+        index, tokens = Contents.mapped(beside()), Contents.mapped(file)
+        batch = _batch(_index_path(block.entry.path), index, tokens, block, room)
         return batch if batch.schema.equals(schema) else _fitted(batch, schema)
 
 
@@ -192,41 +173,37 @@ def _index_path(path: str) -> str:
 
 
 def _header(name: str, file: OpenFile) -> IndexHeader:
-    return IndexHeader.of(name, file.read_at(_HEADER.size, 0), file.size)
+    return IndexHeader.of(name, Contents(file.read_at, file.size))
 
 
-def _outside(header: IndexHeader, documents: _Documents, block: Block, size: int) -> ValueError:
-    ends = documents.pointers + documents.lengths.astype(np.int64) * header.dtype.itemsize
-    sequence = int(np.flatnonzero(ends > size)[0])
-    document = block.offset + int(np.searchsorted(documents.bounds, sequence, side="right")) - 1
-    return ValueError(f"document {document} ends at byte {int(ends[sequence])} of a file of {size} bytes")
-
-
-def _array(read: Read, dtype: str, offset: int, count: int) -> npt.NDArray[Any]:
+def _array(index: Contents, dtype: str, offset: int, count: int) -> npt.NDArray[Any]:
     kind = np.dtype(dtype)
-    data = read(count * kind.itemsize, offset)
+    data = index.read(count * kind.itemsize, offset)
     if len(data) != count * kind.itemsize:
         raise ValueError(f"its index ends at byte {offset + len(data)} instead of {offset + count * kind.itemsize}")
     return np.frombuffer(data, kind)
 
 
-def _heap(size: int) -> npt.NDArray[np.uint8]:
-    return np.empty(size, np.uint8)
-
-
-def _batch(
-    header: IndexHeader, documents: _Documents, data: pa.Buffer, start: int, room: Callable[[int], Any]
-) -> pa.RecordBatch:
-    """Return documents as a batch. ``data`` are the bytes from ``start`` on."""
-    width, bounds, lengths = header.dtype.itemsize, documents.bounds, documents.lengths
-    ends = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
-    if not documents.is_contiguous(width):
-        flat = np.frombuffer(data, header.dtype)
-        firsts = (documents.pointers - start) // width
+def _batch(name: str, index: Contents, tokens: Contents, block: Block, room: Room) -> pa.RecordBatch:
+    """Return the documents of a block. ``name``: that of the index."""
+    assert block.end is not None
+    header = IndexHeader.of(name, index)
+    documents = header.documents_at(index, block.offset, block.end)
+    width, bounds, lengths, pointers = header.dtype.itemsize, documents.bounds, documents.lengths, documents.pointers
+    stops = documents.ends(width)
+    start, stop = (int(pointers.min()), int(stops.max())) if len(pointers) else (0, 0)
+    if stop > tokens.size:
+        sequence = int(np.flatnonzero(stops > tokens.size)[0])
+        document = block.offset + int(np.searchsorted(bounds, sequence, side="right")) - 1
+        raise ValueError(f"document {document} ends at byte {stops[sequence]} of a file of {tokens.size} bytes")
+    data = pa.py_buffer(tokens.read(stop - start, start))
+    if (stops[:-1] != pointers[1:]).any():  # sequences are not one after the other
+        flat, firsts = np.frombuffer(data, header.dtype), (pointers - start) // width
         parts = [flat[first : first + length] for first, length in zip(firsts.tolist(), lengths.tolist(), strict=True)]
         data = pa.py_buffer(np.concatenate(parts))
-    tokens = pa.Array.from_buffers(pa.from_numpy_dtype(header.dtype), int(ends[-1]), [None, data])
-    columns = [_lists(tokens, ends[bounds], room)]
+    ends = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
+    values = pa.Array.from_buffers(pa.from_numpy_dtype(header.dtype), int(ends[-1]), [None, data])
+    columns = [_lists(values, ends[bounds], room)]
     if header.joined:
         columns.append(_lists(_copied(lengths, pa.int32(), room), bounds, room))
     if documents.modes is not None:
@@ -234,14 +211,14 @@ def _batch(
     return pa.RecordBatch.from_arrays(columns, schema=header.schema)
 
 
-def _lists(values: pa.Array, ends: npt.NDArray[np.int64], room: Callable[[int], Any]) -> pa.Array:
+def _lists(values: pa.Array, ends: npt.NDArray[np.int64], room: Room) -> pa.Array:
     if ends[-1] > np.iinfo(np.int32).max:
         raise FormatError(f"a block of {len(ends) - 1} documents has {ends[-1]} tokens, more than 2³¹. Split the file.")
     offsets = _copied(ends, pa.int32(), room).buffers()[1]
     return pa.Array.from_buffers(pa.list_(values.type), len(ends) - 1, [None, offsets], children=[values])
 
 
-def _copied(values: npt.NDArray[Any], kind: pa.DataType, room: Callable[[int], Any]) -> pa.Array:
+def _copied(values: npt.NDArray[Any], kind: pa.DataType, room: Room) -> pa.Array:
     dtype = np.dtype(kind.to_pandas_dtype())
     part = room(len(values) * dtype.itemsize)
     part.view(dtype)[:] = values

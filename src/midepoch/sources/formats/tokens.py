@@ -18,7 +18,7 @@ import pyarrow as pa
 
 from midepoch.errors import FormatError
 from midepoch.sources.fingerprints import fingerprint
-from midepoch.sources.formats.base import Block, Format, Scanned
+from midepoch.sources.formats.base import Block, Contents, Format, Scanned
 from midepoch.storage.open_files import Entry
 from midepoch.storage.stores import Store
 
@@ -41,7 +41,7 @@ class TokensFormat(Format):
     def scan(self, store: Store, entry: Entry, *, skip_damage: bool) -> Scanned:
         name = store.name(entry.path)
         with store.open(entry) as file:
-            dtype, start, stop = _layout(name, file.read_at, file.size, self._dtype)
+            dtype, start, stop = _layout(name, Contents(file.read_at, file.size), self._dtype)
             found = Scanned(_schema(dtype, self._length), etag=file.etag)
             found.fingerprint = fingerprint(f"{dtype} {self._length}".encode(), file.read_at, file.size)
         row = self._length * dtype.itemsize
@@ -54,11 +54,8 @@ class TokensFormat(Format):
         return found
 
     def decode(self, store: Store, block: Block, schema: pa.Schema, columns: Sequence[str]) -> pa.Table:
-        assert block.end is not None
         with store.open(block.entry) as file:
-            dtype, _, _ = _layout(store.name(block.entry.path), file.read_at, file.size, self._dtype)
-            data = file.read_at(block.end - block.offset, block.offset)
-        batch = self._batch(pa.py_buffer(data), _schema(dtype, self._length))
+            batch = self._batch(store.name(block.entry.path), Contents(file.read_at, file.size), block)
         return pa.Table.from_batches([batch]).select(columns)
 
     def view(
@@ -70,14 +67,14 @@ class TokensFormat(Format):
         room: Callable[[int], Any],
     ) -> pa.RecordBatch:
         """Return a block of a mapped file without a copy."""
-        assert block.end is not None
-        dtype, _, _ = _layout(block.entry.path, lambda size, at: _bytes(file, size, at), file.size, self._dtype)
-        batch = self._batch(file.slice(block.offset, block.end - block.offset), _schema(dtype, self._length))
+        batch = self._batch(block.entry.path, Contents.mapped(file), block)
         return batch if batch.schema.equals(schema) else batch.cast(schema)
 
-    def _batch(self, data: pa.Buffer, schema: pa.Schema) -> pa.RecordBatch:
-        kind = schema.field(0).type
-        tokens = data.size // (kind.value_type.bit_width // 8)
+    def _batch(self, name: str, file: Contents, block: Block) -> pa.RecordBatch:
+        assert block.end is not None
+        dtype, _, _ = _layout(name, file, self._dtype)
+        size, schema = block.end - block.offset, _schema(dtype, self._length)
+        data, kind, tokens = pa.py_buffer(file.read(size, block.offset)), schema.field(0).type, size // dtype.itemsize
         values = pa.Array.from_buffers(kind.value_type, tokens, [None, data])
         rows = pa.Array.from_buffers(kind, tokens // self._length, [None], children=[values])
         return pa.RecordBatch.from_arrays([rows], schema=schema)
@@ -87,28 +84,18 @@ def _schema(dtype: np.dtype[Any], length: int) -> pa.Schema:
     return pa.schema([pa.field(COLUMN, pa.list_(pa.from_numpy_dtype(dtype), length))])
 
 
-def _bytes(file: pa.Buffer, size: int, at: int) -> bytes:
-    return bytes(file.slice(at, min(size, file.size - at)).to_pybytes())
-
-
-def _layout(name: str, read: Callable[[int, int], bytes], size: int, given: str) -> tuple[np.dtype[Any], int, int]:
-    """Return the type of the tokens, and the range of their bytes. ``read`` takes a size and an offset."""
-    head = read(_LLMC_BYTES, 0)
+def _layout(name: str, file: Contents, given: str) -> tuple[np.dtype[Any], int, int]:
+    """Return the type of the tokens, and the range of their bytes."""
+    head, size = bytes(file.read(_LLMC_BYTES, 0)), file.size
     if head.startswith(_NPY):
-        dtype, start, count = _npy(name, head, read)
+        dtype, start, count = _npy(name, head, file)
         if given and np.dtype(given) != dtype:
             raise FormatError(f"{name} contains {dtype} by its header, not {given}. Omit dtype.")
-        stop = start + count * dtype.itemsize
-        if stop > size:
-            raise FormatError(f"{name} has {size} bytes, its header promises {stop}. Copy or download it again.")
-        return dtype, start, stop
+        return dtype, start, _promised(name, start + count * dtype.itemsize, size)
     words = struct.unpack("<3i", head[:12]) if len(head) == _LLMC_BYTES else (0, 0, 0)
     if words[0] in _LLMC and words[2] >= 0:
         dtype = np.dtype(_LLMC[words[0]])
-        stop = _LLMC_BYTES + words[2] * dtype.itemsize
-        if stop > size:
-            raise FormatError(f"{name} has {size} bytes, its header promises {stop}. Copy or download it again.")
-        return dtype, _LLMC_BYTES, stop
+        return dtype, _LLMC_BYTES, _promised(name, _LLMC_BYTES + words[2] * dtype.itemsize, size)
     if not given:
         raise FormatError(f"{name} is a raw file of tokens, without their type. Pass dtype='uint16', or the type used.")
     dtype = np.dtype(given)
@@ -117,13 +104,19 @@ def _layout(name: str, read: Callable[[int, int], bytes], size: int, given: str)
     return dtype, 0, size
 
 
-def _npy(name: str, head: bytes, read: Callable[[int, int], bytes]) -> tuple[np.dtype[Any], int, int]:
+def _promised(name: str, stop: int, size: int) -> int:
+    if stop > size:
+        raise FormatError(f"{name} has {size} bytes, its header promises {stop}. Copy or download it again.")
+    return stop
+
+
+def _npy(name: str, head: bytes, file: Contents) -> tuple[np.dtype[Any], int, int]:
     """Return the type, the first byte and the number of the values of a NumPy file."""
     wide = head[6:7] > b"\x01"
     size = int.from_bytes(head[8:12] if wide else head[8:10], "little")
     start = (12 if wide else 10) + size
     try:
-        header = ast.literal_eval(read(size, start - size).decode("latin-1").strip())
+        header = ast.literal_eval(bytes(file.read(size, start - size)).decode("latin-1").strip())
         dtype, shape = np.dtype(header["descr"]), tuple(map(int, header["shape"]))
     except (ValueError, SyntaxError, KeyError, TypeError) as problem:
         raise FormatError(f"{name}: its NumPy header cannot be read ({problem}). Copy or download it again.") from None
