@@ -60,14 +60,6 @@ def integer(data: bytes, at: int) -> tuple[int, int]:
     return (value >> 1) ^ -(value & 1), at
 
 
-def binary(data: bytes, at: int) -> bytes:
-    """Return the bytes at an offset."""
-    size, at = _unsigned(data, at)
-    if at + size > len(data):
-        raise ValueError("a value reaches past the end")
-    return data[at : at + size]
-
-
 def binary_size(data: bytes, at: int) -> int:
     """Return the length of the bytes at an offset."""
     return _unsigned(data, at)[0]

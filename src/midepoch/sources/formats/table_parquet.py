@@ -14,7 +14,7 @@ import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -161,7 +161,7 @@ def _rebuilt(array: pa.Array, held: pa.DataType, wanted: pa.DataType, by_id: boo
     return made.from_arrays(array.offsets, values, mask=missing)
 
 
-_CONSTANTS, _DELETED = b"constants", b"deleted"
+_COLUMNS, _DELETED = b"columns", b"deleted"
 
 
 @dataclass(frozen=True, eq=False)
@@ -173,7 +173,7 @@ class SnapshotFile:
     constants: Mapping[str, Any] = field(default_factory=dict)
     """Values of columns that are the same in all rows: partitions and defaults."""
     deleted: npt.NDArray[np.int64] | None = None
-    """Numbers of the deleted rows, ascending. None if there are none."""
+    """Numbers of the deleted rows, ascending, each once. None if there are none."""
     only_missing: bool = False
     """True if the constants are only for columns that the file lacks."""
 
@@ -186,22 +186,28 @@ class SnapshotFile:
         constants = {name: value for name, value in self.constants.items() if name in missing}
         return replace(self, constants=constants, only_missing=False)
 
-    def serialised(self, rows: int) -> bytes:
-        """Return the contents of a file with this many rows as bytes."""
+    def serialised(self) -> bytes:
+        """Return the contents as bytes: a table of the constants, with the rest as metadata."""
         names = [name for name in self.schema.names if name in self.constants]
-        values = pa.table(
-            {name: pa.array([self.constants[name]], plain(self.schema.field(name)).type) for name in names}
-        )
-        bits = b""
-        if self.deleted is not None:
-            mask = np.zeros(rows, dtype=np.bool_)
-            mask[self.deleted] = True
-            bits = np.packbits(mask).tobytes()
+        values = [pa.array([self.constants[name]], plain(self.schema.field(name)).type) for name in names]
+        rows = np.empty(0, np.int64) if self.deleted is None else self.deleted
+        deleted = np.packbits(np.bincount(rows).astype(np.bool_)).tobytes()
+        table = pa.table(values, names=names)
+        table = table.replace_schema_metadata({_COLUMNS: self.schema.serialize().to_pybytes(), _DELETED: deleted})
         sink = pa.BufferOutputStream()
-        metadata = {_CONSTANTS: _stream(values), _DELETED: bits}
-        with pa.ipc.new_stream(sink, self.schema.with_metadata(metadata)):
-            pass
+        with pa.ipc.new_stream(sink, table.schema) as writer:
+            writer.write_table(table)
         return bytes(sink.getvalue())
+
+    @staticmethod
+    @lru_cache(maxsize=64)
+    def deserialised(saved: bytes) -> SnapshotFile:
+        """Return the contents from bytes. Its constants are Arrow scalars."""
+        table = pa.ipc.open_stream(saved).read_all()
+        schema = pa.ipc.read_schema(pa.py_buffer(table.schema.metadata[_COLUMNS]))
+        deleted = np.flatnonzero(np.unpackbits(np.frombuffer(table.schema.metadata[_DELETED], np.uint8)))
+        constants = {name: table.column(name)[0] for name in table.schema.names}
+        return SnapshotFile(schema, constants, deleted if len(deleted) else None)
 
     def fingerprint(self, of_file: str) -> str:
         """Return the fingerprint of the rows: that of the file, the values that the table adds and the deleted rows."""
@@ -212,35 +218,6 @@ class SnapshotFile:
         if self.deleted is not None:
             digest.update(b"\n" + np.ascontiguousarray(self.deleted, dtype="<i8").tobytes())
         return digest.hexdigest()
-
-
-def _stream(table: pa.Table) -> bytes:
-    sink = pa.BufferOutputStream()
-    with pa.ipc.new_stream(sink, table.schema) as writer:
-        writer.write_table(table)
-    return bytes(sink.getvalue())
-
-
-@dataclass(frozen=True, eq=False)
-class _Read:
-    """Contents of a file as they were saved."""
-
-    schema: pa.Schema
-    constants: dict[str, pa.Scalar]
-    bits: bytes
-
-    @cached_property
-    def deleted(self) -> npt.NDArray[np.bool_] | None:
-        """Mask of the deleted rows. It may have up to seven entries more than the file has rows."""
-        return np.unpackbits(np.frombuffer(self.bits, np.uint8)).astype(np.bool_) if self.bits else None
-
-
-@lru_cache(maxsize=64)
-def _read(saved: bytes) -> _Read:
-    schema = pa.ipc.open_stream(saved).schema
-    values = pa.ipc.open_stream(schema.metadata[_CONSTANTS]).read_all()
-    constants = {name: values.column(name)[0] for name in values.schema.names}
-    return _Read(schema.remove_metadata(), constants, schema.metadata[_DELETED])
 
 
 class TableFormat(Format):
@@ -254,25 +231,23 @@ class TableFormat(Format):
         found = self._parquet.scan(store, entry, skip_damage=False)
         footer, name = found.footer, store.name(entry.path)
         groups, contents = rows_of_groups(name, footer), contents.of_file(found.schema)
-        last = -1 if contents.deleted is None else int(contents.deleted[-1])
-        if last >= sum(groups):
-            raise FormatError(f"{name}: row {last} is deleted by the table, but the file has {sum(groups)} rows.")
-        saved = contents.serialised(sum(groups))
-        found.footer = len(saved).to_bytes(8, "little") + saved + footer
-        found.fingerprint = contents.fingerprint(found.fingerprint)
-        deleted = _read(saved).deleted
-        if deleted is not None:
-            starts = np.concatenate([[0], np.cumsum(groups)]).tolist()
-            left = [rows - int(deleted[starts[i] : starts[i] + rows].sum()) for i, rows in enumerate(groups)]
+        if contents.deleted is not None:
+            last, ends = int(contents.deleted[-1]), np.cumsum([0, *groups])
+            if last >= ends[-1]:
+                raise FormatError(f"{name}: row {last} is deleted by the table, but the file has {ends[-1]} rows.")
+            left = (groups - np.diff(np.searchsorted(contents.deleted, ends))).tolist()
             found.offsets = [i for i, rows in enumerate(left) if rows]
             found.rows = [rows for rows in left if rows]
+        saved = contents.serialised()
+        found.footer = len(saved).to_bytes(8, "little") + saved + footer
+        found.fingerprint = contents.fingerprint(found.fingerprint)
         _show_columns(found, contents, large_columns(name, footer))
         return found
 
     def decode(self, store: Store, block: Block, schema: pa.Schema, columns: Sequence[str]) -> pa.Table:
         name = store.name(block.entry.path)
         saved, footer = _parts(block.footer)
-        own, contents = file_schema(name, footer), _read(saved)
+        own, contents = file_schema(name, footer), SnapshotFile.deserialised(saved)
         by_id, fields = has_ids(own), list(own)
         places = {each: find(contents.schema.field(each), fields, by_id=by_id) for each in columns}
         places = {each: at for each, at in places.items() if at is not None and each not in contents.constants}
@@ -281,8 +256,10 @@ class TableFormat(Format):
         keep = None
         if contents.deleted is not None:
             start = sum(groups[: block.offset])
-            keep = ~contents.deleted[start : start + rows]
-            rows = int(keep.sum())
+            first, stop = np.searchsorted(contents.deleted, [start, start + rows])
+            keep = np.ones(rows, np.bool_)
+            keep[contents.deleted[first:stop] - start] = False
+            rows -= int(stop - first)
         arrays = {}
         if places:
             inner = replace(block, footer=footer)
@@ -307,7 +284,7 @@ class TableFormat(Format):
         self, block: Block, expression: Any, schema: pa.Schema, partition: Any, columns: Sequence[str]
     ) -> bool:
         saved, footer = _parts(block.footer)
-        own, contents = file_schema(block.entry.path, footer), _read(saved)
+        own, contents = file_schema(block.entry.path, footer), SnapshotFile.deserialised(saved)
         by_id, fields = has_ids(own), list(own)
         for name in columns:
             at = find(contents.schema.field(name), fields, by_id=by_id)
