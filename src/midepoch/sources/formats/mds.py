@@ -332,10 +332,11 @@ def _members(store: Store, manifest: Entry) -> list[Member]:
             text = f"{name}: the entry of shard {number} is invalid: {problem!r}. Write it again."
             raise FormatError(text) from None
         abouts.append(about)
-    files, beside = shard_files(store, manifest, data), iter(shard_files(store, manifest, meta))
+    files = shard_files(store, manifest, [*data, *meta])
+    beside = iter(files[len(data) :])
     return [
         Member(entry, {**about, "codec": codec, "meta": None if about["text"] is None else next(beside)})
-        for about, (entry, codec) in zip(abouts, files, strict=True)
+        for about, (entry, codec) in zip(abouts, files[: len(data)], strict=True)
     ]
 
 

@@ -15,15 +15,7 @@ from midepoch.errors import FormatError
 from midepoch.sources.dictionaries import has_large_text, large_text, plain_type, with_children
 from midepoch.sources.fingerprints import fingerprint
 from midepoch.sources.formats.base import Block, Format, Scanned, table_of
-from midepoch.sources.formats.parquet_chunks import (
-    BINARY,
-    Chunks,
-    LeafColumn,
-    column_chunks,
-    columns,
-    definition_levels,
-    sound,
-)
+from midepoch.sources.formats.parquet_chunks import Chunks, column_chunks, definition_levels, sound
 from midepoch.storage.damage import DamageError, unreadable
 from midepoch.storage.open_files import Entry
 from midepoch.storage.stores import OpenFile, Store
@@ -190,7 +182,7 @@ def large_columns(name: str, footer: bytes) -> set[str]:
     """Return the columns whose bytes in a row group exceed 32-bit offsets."""
     about = _described(name, footer)
     numbers = {number for chunks in about.chunks for number in chunks.large}
-    return {about.leaves[i].column for i in numbers if about.columns[i].kind == BINARY}
+    return {about.leaves[i].column for i in numbers if about.columns[i].physical_type == "BYTE_ARRAY"}
 
 
 def _with_large_text(schema: pa.Schema, names: set[str]) -> pa.Schema:
@@ -298,17 +290,18 @@ _leaves = lru_cache(maxsize=32)(leaves)
 
 class _Described(NamedTuple):
     leaves: list[NullLeaf]
-    columns: list[LeafColumn]
+    columns: list[pq.ColumnSchema]
     chunks: list[Chunks]  # of each row group; empty if the footer has an unknown form
 
 
 @lru_cache(maxsize=32)
 def _described(name: str, footer: bytes) -> _Described:
-    found = _leaves(file_schema(name, footer))
+    found, schema = _leaves(file_schema(name, footer)), _parsed(name, footer).schema
+    columns = [schema.column(i) for i in range(len(schema))]
     try:
-        described, chunks = columns(footer), column_chunks(footer)
+        chunks = column_chunks(footer)
     except _NOT_UNDERSTOOD:
-        return _Described(found, [], [])
-    understood = [leaf.level for leaf in found] == [column.definition for column in described]
+        chunks = []
+    understood = [leaf.level for leaf in found] == [column.max_definition_level for column in columns]
     understood = understood and all(len(group.at) == len(found) for group in chunks)
-    return _Described(found, described, chunks if understood else [])
+    return _Described(found, columns, chunks if understood else [])

@@ -16,6 +16,8 @@ from collections.abc import Iterable
 from functools import lru_cache
 from typing import NamedTuple
 
+import pyarrow.parquet as pq
+
 _TRUE, _FALSE, _BYTE, _DOUBLE, _BINARY, _LIST, _SET, _MAP, _STRUCT = 1, 2, 3, 7, 8, 9, 10, 11, 12
 _INTEGERS = frozenset((4, 5, 6))
 _DEEPEST = 32
@@ -60,11 +62,6 @@ def integer(data: bytes, at: int) -> tuple[int, int]:
     return (value >> 1) ^ -(value & 1), at
 
 
-def binary_size(data: bytes, at: int) -> int:
-    """Return the length of the bytes at an offset."""
-    return _unsigned(data, at)[0]
-
-
 def integers(data: bytes, at: int) -> list[int]:
     """Return the list of integers at an offset."""
     count, _, at = list_head(data, at)
@@ -72,18 +69,6 @@ def integers(data: bytes, at: int) -> list[int]:
     for _ in range(count):
         value, at = integer(data, at)
         values.append(value)
-    return values
-
-
-def structs(data: bytes, at: int) -> list[Fields]:
-    """Return the list of structs at an offset."""
-    count, kind, at = list_head(data, at)
-    if count and kind != _STRUCT:
-        raise ValueError(f"a list of kind {kind} where structs should be")
-    values = []
-    for _ in range(count):
-        fields, at = struct_fields(data, at)
-        values.append(fields)
     return values
 
 
@@ -137,20 +122,11 @@ def _end(data: bytes, at: int, kind: int, depth: int) -> int:
     raise ValueError(f"a value of kind {kind}")
 
 
-_WIDTHS = {0: 1, 1: 4, 2: 8, 3: 12, 4: 4, 5: 8}  # bytes of a value of each physical type that has a width
-BINARY, _FIXED = 6, 7
-_REPEATED = 2
+_WIDTHS = {"BOOLEAN": 1, "INT32": 4, "INT64": 8, "INT96": 12, "FLOAT": 4, "DOUBLE": 8}
+_TYPES = (*_WIDTHS, "BYTE_ARRAY", "FIXED_LEN_BYTE_ARRAY")
+"""Physical types, by their numbers in a footer, and the bytes of a value of those that have a width."""
 MOST_BYTES = (1 << 31) - 1
 """Maximum bytes of an array of text with 32-bit offsets. Larger arrays have to be large_string."""
-
-
-class LeafColumn(NamedTuple):
-    """A leaf of the schema: its physical type, the bytes of a value if they are fixed, and its maximum levels."""
-
-    kind: int
-    width: int
-    definition: int
-    repetition: int
 
 
 class Chunks(NamedTuple):
@@ -218,20 +194,24 @@ def _statistics(footer: bytes, at: int) -> Fields:
     return struct_fields(footer, column[12])[0] if 12 in column else {}
 
 
-def sound(footer: bytes, at: int | None, column: LeafColumn) -> bool:
+def sound(footer: bytes, at: int | None, column: pq.ColumnSchema) -> bool:
     """Return True if pyarrow can read the statistics of a chunk."""
     if at is None:
         return False
     fields, _ = struct_fields(footer, at)
-    if integer(footer, fields[1])[0] != column.kind or 17 in fields:
+    kind = column.physical_type
+    if integer(footer, fields[1])[0] != _TYPES.index(kind) or 17 in fields:
         return False
     bounds = [bound for number, bound in _statistics(footer, at).items() if number in (1, 2, 5, 6)]
-    if column.kind != BINARY and any(binary_size(footer, bound) != column.width for bound in bounds):
+    width = _WIDTHS.get(kind, column.length)
+    if kind != "BYTE_ARRAY" and any(_unsigned(footer, bound)[0] != width for bound in bounds):
         return False
     sizes = struct_fields(footer, fields[16])[0] if 16 in fields else {}
-    lengths = [len(integers(footer, sizes[number])) if number in sizes else 0 for number in (2, 3)]
-    histograms = zip(lengths, (column.repetition, column.definition), strict=True)
-    return all(length in (0, level + 1) for length, level in histograms) and (1 not in sizes or column.kind == BINARY)
+    levels = {2: column.max_repetition_level, 3: column.max_definition_level}
+    lengths = {number: len(integers(footer, sizes[number])) for number in levels if number in sizes}
+    return all(length in (0, levels[number] + 1) for number, length in lengths.items()) and (
+        1 not in sizes or kind == "BYTE_ARRAY"
+    )
 
 
 def definition_levels(footer: bytes, at: int | None) -> list[int] | None:
@@ -241,27 +221,6 @@ def definition_levels(footer: bytes, at: int | None) -> list[int] | None:
     column, _ = struct_fields(footer, at)
     sizes = struct_fields(footer, column[16])[0] if 16 in column else {}
     return integers(footer, sizes[3]) if 3 in sizes else None
-
-
-def columns(footer: bytes) -> list[LeafColumn]:
-    """Return the columns of a row group. Raise ``ValueError`` or ``IndexError`` for a damaged footer."""
-    file, _ = struct_fields(footer, 0, only=2)
-    elements = structs(footer, file[2])
-    found: list[LeafColumn] = []
-    groups = [(len(elements), 0, 0)]  # children to come, and the levels of the group
-    for number, element in enumerate(elements):
-        left, definition, repetition = groups.pop()
-        if left > 1:
-            groups.append((left - 1, definition, repetition))
-        repeats = _number(footer, element, 3) if number else 0
-        definition, repetition = definition + (repeats > 0), repetition + (repeats == _REPEATED)
-        if children := _number(footer, element, 5):
-            groups.append((children, definition, repetition))
-        elif number:
-            kind = _number(footer, element, 1)
-            width = _number(footer, element, 2) if kind == _FIXED else _WIDTHS.get(kind, 0)
-            found.append(LeafColumn(kind, width, definition, repetition))
-    return found
 
 
 def _number(footer: bytes, fields: Fields, field: int) -> int:

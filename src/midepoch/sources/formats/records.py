@@ -62,8 +62,6 @@ def image_file(value: bytes) -> bytes:
 _MARGIN = 2 << 20
 """Compressed bytes that may be needed for the first bytes of the contents: bz2 has blocks of 900 kB."""
 _STREAMS = {"br": "brotli", "bz2": "bz2", "gz": "gzip", "zstd": "zstd"}
-
-
 _ALL = 1 << 62
 
 
