@@ -110,9 +110,9 @@ class Format:
         return False
 
 
-def table_of(names: Sequence[str], arrays: Sequence[Any], rows: int) -> pa.Table:
+def table_of(names: list[str], arrays: list[Any], rows: int) -> pa.Table:
     """Return arrays as a table, which knows its number of rows even without columns."""
-    return pa.table([pa.nulls(rows), *arrays], names=["", *names]).select(range(1, len(names) + 1))
+    return pa.table(arrays, names=names) if names else pa.table({"": pa.nulls(rows)}).select([])
 
 
 class Contents(NamedTuple):

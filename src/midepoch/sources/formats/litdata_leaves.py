@@ -59,12 +59,17 @@ class Tree:
 def parsed_tree(text: str, leaves: int, name: str) -> Tree:
     """Return the tree of a ``data_spec``. Raise FormatError if it does not have this number of leaves."""
     try:
-        _protocol, node = json.loads(text)
-        tree, count = _node(node, 0)
-        if not tree.columns() or count != leaves:
-            raise ValueError(f"it has {count} leaves, data_format has {leaves}")
+        return _parsed(text, leaves)
     except (ValueError, TypeError, KeyError) as problem:
         raise FormatError(f"{name}: its data_spec cannot be read: {problem}. Write the index again.") from None
+
+
+@lru_cache(maxsize=64)
+def _parsed(text: str, leaves: int) -> Tree:
+    _protocol, node = json.loads(text)
+    tree, count = _node(node, 0)
+    if not tree.columns() or count != leaves:
+        raise ValueError(f"it has {count} leaves, data_format has {leaves}")
     return tree
 
 

@@ -301,16 +301,25 @@ def _columns(
     }
 
 
+@lru_cache(maxsize=256)
+def _kind(encoding: str) -> pa.DataType:
+    """Return the type of a column, that of nulls if only its values determine it."""
+    none = np.empty(0, np.int64)
+    return encoding_of(encoding)(Values(np.empty(0, np.uint8), none, none)).type
+
+
 def _schema(shard: Shard, about: dict[str, Any], offsets: Int64Array) -> pa.Schema:
     """Return the types: those of the first sample where the encodings do not determine them."""
-    empty = _columns(shard.name, 0, np.empty(0, np.uint8), np.zeros(1, np.int64), about)
-    schema = decoded(shard.name, 0, empty, 0).schema
-    if pa.null() not in schema.types or not about["samples"]:
-        return schema
-    first = _columns(shard.name, 0, shard.read(int(offsets[0]), int(offsets[1])), offsets[:2] - offsets[0], about)
-    unknown = {field.name: first[field.name] for field in schema if field.type == pa.null()}
-    kinds = decoded(shard.name, 0, unknown, 1).schema
-    return pa.schema([kinds.field(field.name) if field.name in unknown else field for field in schema])
+    if about["text"] is not None:
+        return pa.schema(
+            [(name, _TEXTS[each][0]) for name, each in zip(about["names"], about["encodings"], strict=True)]
+        )
+    kinds = dict(zip(about["names"], map(_kind, about["encodings"]), strict=True))
+    if about["samples"] and pa.null() in kinds.values():
+        first = _columns(shard.name, 0, shard.read(int(offsets[0]), int(offsets[1])), offsets[:2] - offsets[0], about)
+        unknown = {name: first[name] for name, kind in kinds.items() if kind == pa.null()}
+        kinds |= {field.name: field.type for field in decoded(shard.name, 0, unknown, 1).schema}
+    return pa.schema(list(kinds.items()))
 
 
 def _members(store: Store, manifest: Entry) -> list[Member]:

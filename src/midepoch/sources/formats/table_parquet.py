@@ -278,7 +278,7 @@ class TableFormat(Format):
                 value = contents.constants.get(each)
                 kind = schema.field(each).type
                 arrays[each] = pa.nulls(rows, kind) if value is None else pa.repeat(value, rows).cast(kind)
-        return table_of(columns, [arrays[each] for each in columns], rows)
+        return table_of(list(columns), [arrays[each] for each in columns], rows)
 
     def excluded(
         self, block: Block, expression: Any, schema: pa.Schema, partition: Any, columns: Sequence[str]
