@@ -191,6 +191,19 @@ def test_damage_names_the_element(
     assert "a.json" in caplog.text
 
 
+def test_elements_that_are_left_out_are_named_whenever_it_is_opened(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    texts = ['{"id": }' if i in (2, 3, 7) else f'{{"id": {i}}}' for i in range(9)]
+    (tmp_path / "a.json").write_text(f"[{', '.join(texts)}]")
+    for _ in range(2):
+        caplog.clear()
+        with caplog.at_level(logging.WARNING, "midepoch"):
+            ds = midepoch.from_files(tmp_path / "a.json", on_error="skip")
+        assert [row["id"] for row in ds] == [0, 1, 4, 5, 6, 8]
+        assert "skipped 3 lines or elements that cannot be read: 2, 3, 7" in caplog.text
+
+
 def test_text_that_is_not_utf8_names_the_element(tmp_path: Path) -> None:
     (tmp_path / "a.json").write_bytes(b'[{"a": "x"}, {"a": "\xff"}, {"a": "y"}]')
     with pytest.raises(FormatError, match="element 1 .* it is not UTF-8"):

@@ -13,7 +13,7 @@ import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -118,23 +118,18 @@ class _Decompressed:
         """Append data at the position of the stream to the file, if it comes next and fits."""
         if not self._is_growing or self._position != self.size:
             return
-        if self.size + len(data) <= self.limit and self._write(data):
-            self.size += len(data)
-            return
+        assert self._file is not None
+        with suppress(OSError):
+            self._file.seek(self.size)
+            if self.size + len(data) <= self.limit and self._file.write(data) == len(data):  # fewer on a full disk
+                self.size += len(data)
+                return
         self._is_growing = False
         _log.warning(
             "%s: only the first %d bytes of its contents are kept: blocks after them are decompressed "
             "repeatedly if they are not read in order. Increase cache_bytes, or write smaller files.",
             self._store.name(self._entry.path), self.size,
         )  # fmt: skip
-
-    def _write(self, data: bytes) -> bool:
-        assert self._file is not None
-        try:
-            self._file.seek(self.size)
-            return self._file.write(data) == len(data)  # fewer if the disk becomes full
-        except OSError:
-            return False
 
     def _rewind(self) -> None:
         self._raw = self._store.open(self._entry)

@@ -103,7 +103,7 @@ def _delimiter(path: str) -> str:
 
 def _header(store: Store, entry: Entry, delimiter: str) -> tuple[list[str], int]:
     """Return the names in the first row, and the byte offset of the second row."""
-    head, blank, end = b"", 0, 0
+    name, head, blank, end = store.name(entry.path), b"", 0, 0
     with contents(store, entry) as file:
         # Read no more than necessary: the text after it may be damaged.
         while not end and len(head) < _HEADER and (data := bytes(file.read(max(64, len(head))))):
@@ -113,20 +113,17 @@ def _header(store: Store, entry: Entry, delimiter: str) -> tuple[list[str], int]
             end = blank + int(ends[0]) if len(ends) else 0
     if not head.strip():
         raise DamageError(
-            f"{store.name(entry.path)}: the file is empty: it has no header with names of columns. Write it again, or "
-            "remove it."
+            f"{name}: the file is empty: it has no header with names of columns. Write it again, or remove it."
         )
     if not end and (len(head) >= _HEADER or not is_closed(head[blank:], delimiter.encode())):
-        raise DamageError(
-            f"{store.name(entry.path)}: its header has no end in {len(head)} bytes. Check for an unclosed quote."
-        )
+        raise DamageError(f"{name}: its header has no end in {len(head)} bytes. Check for an unclosed quote.")
     end = end or len(head)
     try:
         text = head[blank:end].decode()
     except UnicodeDecodeError as problem:
-        raise DamageError(f"{store.name(entry.path)}: its header is not UTF-8 text: {problem}") from None
+        raise DamageError(f"{name}: its header is not UTF-8 text: {problem}") from None
     if "\r" in text.rstrip("\r\n") and "\n" not in text:
-        raise FormatError(f"{store.name(entry.path)}: its lines end with a carriage return only. Write them with \\n.")
+        raise FormatError(f"{name}: its lines end with a carriage return only. Write them with \\n.")
     names = next(csv.reader(io.StringIO(text.strip("\r\n"), newline=""), delimiter=delimiter), [])
     return names, end
 

@@ -74,10 +74,8 @@ class _JsonRows(Dialect):
     def ends(self, data: bytes) -> Int64Array:
         return elements(data, is_first=True).starts[1:] if self._in_array else super().ends(data)
 
-    def count(self, data: bytes, stop: int | None = None) -> int:
-        if not self._in_array:
-            return super().count(data, stop)
-        return len(elements(data[:stop], is_first=True).stops)
+    def count(self, data: bytes) -> int:
+        return len(elements(data, is_first=True).stops) if self._in_array else super().count(data)
 
     def parse(self, data: bytes) -> pa.Table:
         check_text(data)

@@ -147,12 +147,9 @@ class Dialect:
         """Return the position after each row, for data that begins with a row. The last row may be missing."""
         return row_ends(data, None)
 
-    def count(self, data: bytes, stop: int | None = None) -> int:
-        """Return the number of units before a position: of line feeds, carriage returns, or both together."""
-        feeds = data.count(b"\n", 0, stop)
-        if b"\r" not in data:
-            return feeds
-        return feeds + data.count(b"\r", 0, stop) - data.count(b"\r\n", 0, stop)
+    def count(self, data: bytes) -> int:
+        """Return the number of units in rows: of line feeds, carriage returns, or both together."""
+        return data.count(b"\n") + data.count(b"\r") - data.count(b"\r\n")
 
     def has_rows(self, data: bytes) -> bool:
         """Return True if the end of a file contains a row."""
@@ -228,8 +225,11 @@ def scan_text(store: Store, entry: Entry, dialect: Dialect, *, start: int, skip_
             found.rows.append(table.num_rows)
             found.nullable |= nulls(table)
             schemas.append(table.schema)
-        broken += [(piece.offset + first, piece.offset + stop) for first, stop in ranges]
-        found.broken_lines += [piece.number + dialect.count(piece.data, first) for first, _ in ranges]
+        number, position = piece.number, 0
+        for first, stop in ranges:
+            number, position = number + dialect.count(piece.data[position:first]), first
+            found.broken_lines.append(number)
+            broken.append((piece.offset + first, piece.offset + stop))
         end = piece.offset + len(piece.data)
     if broken and not schemas:
         raise DamageError(f"{name}: none of its {entry.size} bytes can be read as a row. Check the format.")
@@ -257,7 +257,7 @@ def _read(name: str, piece: Piece, dialect: Dialect, skip_damage: bool) -> tuple
     ranges = dialect.broken(data)
     if ranges and not skip_damage:
         first, stop = ranges[0]
-        place = dialect.unit.format(piece.number + dialect.count(data, first))
+        place = dialect.unit.format(piece.number + dialect.count(data[:first]))
         raise FormatError(
             f'{name}: {place} cannot be read: {dialect.problem(data[first:stop])}. Fix it, or pass on_error="skip" to '
             "leave out rows that cannot be read."

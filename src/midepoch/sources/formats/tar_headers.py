@@ -115,7 +115,8 @@ def _member(reader: Reader, start: int) -> tuple[TarMember, int, bool] | None:
         name = pax.get(b"GNU.sparse.name", pax.get(b"path", name))
         size = _pax_size(pax[b"size"], start) if b"size" in pax else size
         is_sparse = is_sparse or any(key.startswith(b"GNU.sparse.") for key in pax)
-    if header.kind in _WITHOUT_CONTENTS or _is_folder(header):
+    is_folder = header.kind == 0 and _text(header.block[:100]).endswith(b"/")  # of V7 archives
+    if header.kind in _WITHOUT_CONTENTS or is_folder:
         is_link = header.kind in b"12"
         return TarMember(name if is_link else b"", header.offset, 0, is_link=is_link), header.offset, True
     offset = _after_sparse_map(reader, header) if header.kind == ord("S") else header.offset
@@ -179,10 +180,6 @@ def _number(field: bytes) -> int | None:
 
 def _padded(size: int) -> int:
     return -(-size // BLOCK) * BLOCK
-
-
-def _is_folder(header: _Header) -> bool:
-    return header.kind == 0 and _text(header.block[:100]).endswith(b"/")  # of V7 archives
 
 
 def _extension(reader: Reader, header: _Header) -> dict[bytes, bytes]:
