@@ -18,7 +18,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from rich.console import Console
-from rich.table import Table
 
 import midepoch
 from midepoch.audit import read_runs
@@ -28,7 +27,6 @@ from midepoch.cli.app import COMMANDS
 from midepoch.demo.__main__ import progress_of
 
 LARGE = 1_234_567_890_123
-STYLE: Any = {"soft_wrap": True, "highlight": False, "markup": False}  # as the console of the commands
 
 
 @pytest.fixture
@@ -46,7 +44,7 @@ def run(tmp_path: Path) -> Path:
 
 def shown(monkeypatch: pytest.MonkeyPatch, width: int, terminal: bool, action: Any) -> str:
     file = io.StringIO()
-    monkeypatch.setattr(common, "console", common._Console(file=file, width=width, force_terminal=terminal, **STYLE))
+    monkeypatch.setattr(common, "console", common._Console(file=file, width=width, force_terminal=terminal))
     action()
     return without_colours(file.getvalue())
 
@@ -71,15 +69,11 @@ def test_numbers_of_an_audit_are_whole(width: int, terminal: bool, run: Path, mo
 
 
 @pytest.mark.parametrize("width", [40, 60, 80])
-def test_texts_are_folded_on_a_terminal_and_in_a_pipe(width: int) -> None:
+def test_texts_are_folded_on_a_terminal_and_in_a_pipe(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
     words, number = "one two three " * 20, f"{LARGE:,}"
     for terminal in (True, False):
-        table = Table("text", "word", title="a title")
-        table.add_column("number", justify="right")
-        table.add_row(words, "#" * 200, number)
-        file = io.StringIO()
-        common._Console(file=file, width=width, force_terminal=terminal, **STYLE).print(table)
-        text = without_colours(file.getvalue())
+        row = {"text": words, "word": "#" * 200, "number": LARGE}
+        text = shown(monkeypatch, width, terminal, lambda row=row: common.print_table([row], title="a title"))
         assert number in text and text.count("#") == 200 and text.count("three") == 20 and "…" not in text
         assert max(map(len, text.splitlines())) <= width
 
@@ -87,7 +81,7 @@ def test_texts_are_folded_on_a_terminal_and_in_a_pipe(width: int) -> None:
 def test_sentences_are_wrapped_between_words_and_addresses_are_whole() -> None:
     file = io.StringIO()
     address = "http://127.0.0.1:8765/" + "a" * 80
-    common._Console(file=file, width=40, **STYLE).print(f"{'word ' * 20}{address} (Ctrl-C stops it)")
+    common.say(f"{'word ' * 20}{address} (Ctrl-C stops it)", to=common._Console(file=file, width=40))
     lines = file.getvalue().splitlines()
     assert address in lines and max(len(line) for line in lines if line != address) <= 40
 
@@ -226,6 +220,6 @@ def test_columns_count_when_something_is_printed(monkeypatch: pytest.MonkeyPatch
         monkeypatch.setenv("TERM", terminal)
         for columns in ("60", "120"):
             monkeypatch.setenv("COLUMNS", columns)
-            console = common._Console(soft_wrap=True)
+            console = common._Console()
             monkeypatch.setenv("COLUMNS", "100")
             assert console.width == common.console.width == 100

@@ -9,7 +9,7 @@ import os
 import re
 import sys
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import NoneType
 from typing import Annotated, Any, NamedTuple, TypeVar, get_args, get_type_hints
@@ -17,7 +17,6 @@ from typing import Annotated, Any, NamedTuple, TypeVar, get_args, get_type_hints
 import typer
 from rich.console import Console, ConsoleDimensions
 from rich.markup import render
-from rich.measure import measure_renderables
 from rich.table import Table
 from rich.text import Text
 from typer.models import ArgumentInfo, OptionInfo, ParameterInfo
@@ -34,82 +33,97 @@ _LEAST = 12
 
 
 class _Console(Console):  # type: ignore[misc]
-    """Console that prints names and values literally, without markup, and with control characters escaped.
-
-    Everything is as wide as the terminal, or as ``COLUMNS``, also in a pipe. Nothing is truncated: numbers stay on one
-    line, texts are folded, and sentences are wrapped between words.
-    """
+    """Console as wide as the terminal, or as ``COLUMNS`` at the time when something is printed, also in a pipe."""
 
     def __init__(self, **options: Any) -> None:
-        super().__init__(**options)
+        super().__init__(soft_wrap=True, highlight=False, markup=False, **options)
         self._width = options.get("width")  # without COLUMNS at the time of the import
 
     @property
     def size(self) -> ConsoleDimensions:
-        """The width and height. ``COLUMNS`` counts when something is printed, and also for a terminal without codes."""
         found, columns = super().size, os.environ.get("COLUMNS", "")
         width = self._width or (int(columns) if columns.isdecimal() else 0) or found.width
         return ConsoleDimensions(width, found.height)
 
-    def print(self, *objects: Any, **options: Any) -> None:
-        for each in objects:
-            if isinstance(each, Table):
-                if each.title:
-                    self.print(Text(printable(str(each.title)), "italic"))
-                each.title = None
-                super().print(self._fit(each), **options)
-            else:
-                text = each if isinstance(each, Text) else Text(printable(each))
-                super().print(_wrapped(text, self.width), **options)
 
-    def _fit(self, table: Table) -> Table:
-        """Return a table that is no wider than the console: with less space, folded texts, or as a list of its rows."""
-        widths, least = [], []
-        unlimited = self.options.update(max_width=1_000_000)
-        for column in table.columns:
-            column.overflow = "fold"
-            column.no_wrap = column.no_wrap or column.justify == "right"
-            cells = [text for text in (column.header, *column.cells) if text]
-            widths.append(measure_renderables(self, unlimited, cells).maximum if cells else 0)
-            least.append(widths[-1] if column.no_wrap else min(widths[-1], _LEAST))
-        for padding in (1, 0):
-            table.padding, lines = (0, padding), 1 + (1 + 2 * padding) * len(widths)
-            if sum(widths) + lines <= self.width:
-                return table
-            if sum(least) + lines <= self.width:
-                table.width = self.width
-                return table
-        return _as_list(table)
-
-    def render_str(self, text: str, **options: Any) -> Text:
-        return super().render_str(printable(text), **options)
+console, errors = _Console(), _Console(stderr=True)
 
 
-def _wrapped(text: Text, width: int) -> Text:
-    """Return a text with new lines between its words. A longer word, such as an address, stays in one piece."""
+def say(*parts: Any, to: _Console | None = None) -> None:
+    """Print a line of texts, each plain or with a style: ("refused", "red"). They are wrapped between words.
+
+    A longer word, such as an address, stays in one piece.
+    """
+    to = to or console
     lines: list[Text] = []
-    for line in text.split("\n", allow_blank=True):
+    for line in Text.assemble(*map(_cell, parts)).split("\n", allow_blank=True):
         first, breaks = 0, []
         for word in re.finditer(r"\S+", line.plain):
-            if word.end() - first > width and line.plain[first : word.start()].strip():
+            if word.end() - first > to.width and line.plain[first : word.start()].strip():
                 first = word.start()
                 breaks.append(first)
         lines += line.divide(breaks)
     for line in lines:
         line.rstrip()
-    return Text("\n").join(lines)
+    to.print(Text("\n").join(lines))
 
 
-def _as_list(table: Table) -> Table:
-    """Return a table of two columns: the header and the value of each cell, row after row."""
-    made = Table(show_header=False, padding=(0, 0))
-    made.add_column(style="bold", no_wrap=True)
-    made.add_column(overflow="fold")
-    for cells in zip(*(column.cells for column in table.columns), strict=True):
-        for column, cell in zip(table.columns, cells, strict=True):
-            made.add_row(column.header, cell)
-        made.add_section()
-    return made
+def print_table(
+    rows: Iterable[Mapping[str, Any] | None],
+    *,
+    title: str = "",
+    right: Collection[str] = (),
+    header: bool = True,
+    most: int | None = None,
+) -> None:
+    """Print rows, each a value by the name of its column. None is a line between rows.
+
+    Nothing is truncated: numbers stay on one line, and texts are folded. A table for which the console is too narrow is
+    printed as a list of its rows. Columns of integers, and those in ``right``, are aligned to the right. Without a
+    ``header`` the first column has names. ``most``: number of rows to print.
+    """
+    every = list(rows)
+    rows = every[:most]
+    if not (names := list(next(filter(None, rows), ()))):
+        return
+    if title:
+        say((title, "italic"))
+    cells = {name: [_cell(row[name]) for row in rows if row] for name in names}
+    whole = {name for name in names if name in right or all(type(row[name]) is int for row in rows if row)}
+    whole |= set() if header else {names[0]}
+    widths = {name: max(map(_width, [_cell(name if header else ""), *cells[name]])) for name in names}
+    least = sum(widths[name] if name in whole else min(widths[name], _LEAST) for name in names)
+    lines = {padding: 1 + (1 + 2 * padding) * len(names) for padding in (1, 0)}
+    padding = next((padding for padding in lines if least + lines[padding] <= console.width), None)
+    if padding is None and header:
+        items = ([*({"name": name, "value": row[name]} for name in names), None] for row in rows if row)
+        print_table([item for row in items for item in row], header=False)
+    else:
+        table = Table(show_header=header, padding=(0, padding or 0))
+        table.width = console.width if sum(widths.values()) + lines[padding or 0] > console.width else None
+        for number, name in enumerate(names):
+            style, justify = "" if header or number else "bold", "right" if header and name in whole else "left"
+            table.add_column(name, style=style, justify=justify, no_wrap=name in whole, overflow="fold")
+        for row in rows:
+            if row is None:
+                table.add_section()
+            else:
+                table.add_row(*(_cell(row[name]) for name in names))
+        console.print(table)
+    if len(every) > len(rows):
+        say(f"… and {len(every) - len(rows):,} more (all of them with --json)")
+
+
+def _cell(value: Any) -> Text:
+    """Return a value, or a value with a style, literally: without markup, and with control characters escaped."""
+    if isinstance(value, Text):
+        return value
+    value, style = value if isinstance(value, tuple) else (value, "")
+    return Text(f"{value:,}" if type(value) is int else "" if value is None else printable(str(value)), style)
+
+
+def _width(cell: Text) -> int:
+    return max(int(line.cell_len) for line in cell.split("\n", allow_blank=True))
 
 
 def printable(text: str) -> str:
@@ -123,8 +137,6 @@ def printable(text: str) -> str:
     return "".join(one if one.isprintable() or one in "\n\t" else repr(one)[1:-1] for one in text)
 
 
-console = _Console(soft_wrap=True, highlight=False, markup=False)
-errors = _Console(stderr=True, soft_wrap=True, highlight=False, markup=False)
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
 
 
@@ -150,16 +162,6 @@ def explained(command: F) -> F:
 
 def print_json(value: Any) -> None:
     sys.stdout.write(json.dumps(to_jsonable(value), indent=2) + "\n")
-
-
-def say(*parts: str | tuple[str, str]) -> None:
-    """Print a line of texts, each plain or with a style."""
-    console.print(Text.assemble(*((printable(part), "") if isinstance(part, str) else part for part in parts)))
-
-
-def styled(text: str, style: str) -> Text:
-    """Return a text in a colour."""
-    return Text(printable(text), style)
 
 
 def counted(number: int, noun: str) -> str:

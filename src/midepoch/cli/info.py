@@ -7,7 +7,6 @@ import re
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.table import Table
 
 from midepoch.cli import common
 from midepoch.cli.data import Config, Data, Format, Split, Storage, open_data
@@ -98,7 +97,6 @@ def _spread(sizes: Any) -> dict[str, float]:
 
 
 def _show(about: dict[str, Any], files_text: str) -> None:
-    say = common.console.print
     counted = common.counted
     chosen = "" if about["rows"] == about["rows_in_files"] else f" of {about['rows_in_files']:,} in the files"
     common.say(
@@ -107,27 +105,19 @@ def _show(about: dict[str, Any], files_text: str) -> None:
         f"{common.bytes_text(about['bytes'])}; "
         f"about {common.bytes_text(about['bytes_per_row'])} a row in memory; {about['read']}",
     )
-    say(f"fingerprint {about['fingerprint']}")
-    columns = Table("column", "type", "nulls", title="columns", title_justify="left")
-    for column in about["columns"]:
-        columns.add_row(column["name"], column["feature"] or column["type"], "yes" if column["nulls"] else "")
-    say(columns)
-    balance = Table("", title="balance", title_justify="left")
-    for name in ("least", "median", "most"):
-        balance.add_column(name, justify="right")
-    for name in ("rows_per_file", "rows_per_block"):
-        spread = about["balance"][name]
-        balance.add_row(name.replace("_", " "), *(f"{spread[key]:,.0f}" for key in ("least", "median", "most")))
-    say(balance)
-    files = Table(title="files", title_justify="left")
-    files.add_column("path", overflow="fold")
-    for name in ("rows", "blocks", "bytes"):
-        files.add_column(name, justify="right")
-    for file in about["list"][:_FILES]:
-        files.add_row(file["path"], f"{file['rows']:,}", f"{file['blocks']:,}", common.bytes_text(file["bytes"]))
-    say(files)
-    if len(about["list"]) > _FILES:
-        say(f"… and {len(about['list']) - _FILES:,} more (all of them with --json)")
+    common.say(f"fingerprint {about['fingerprint']}")
+    columns = (
+        {"column": one["name"], "type": one["feature"] or one["type"], "nulls": "yes" if one["nulls"] else ""}
+        for one in about["columns"]
+    )
+    common.print_table(columns, title="columns")
+    balance = (
+        {"": name.replace("_", " "), **{key: round(size) for key, size in about["balance"][name].items()}}
+        for name in ("rows_per_file", "rows_per_block")
+    )
+    common.print_table(balance, title="balance")
+    files = ({**file, "bytes": common.bytes_text(file["bytes"])} for file in about["list"])
+    common.print_table(files, title="files", right=["bytes"], most=_FILES)
 
 
 _TEXT = 60
@@ -278,10 +268,7 @@ def _condition(where: str, ds: Dataset) -> tuple[Any, list[str]]:
 
 
 def _show_rows(row: dict[str, Any], types: dict[str, str]) -> None:
-    table = Table(title=f"position {row['position']:,}: {row['place']}", title_justify="left", show_header=False)
-    table.add_column(style="bold", no_wrap=True)
-    table.add_column(overflow="fold")
-    table.add_column(overflow="fold", style="dim")
+    lines = []
     for name, value in row["values"].items():
         text = row["texts"].get(name)
         if text is None:
@@ -290,8 +277,8 @@ def _show_rows(row: dict[str, Any], types: dict[str, str]) -> None:
             text = f"{text}, {common.bytes_text(size)}"
         if (names := row["labels"].get(name)) is not None:
             text = f"{text} ({_short(names)})"
-        table.add_row(name, text, types.get(name, ""))
-    common.console.print(table)
+        lines.append({"name": name, "value": text, "type": (types.get(name, ""), "dim")})
+    common.print_table(lines, title=f"position {row['position']:,}: {row['place']}", header=False)
 
 
 def _size(value: Any) -> int | None:

@@ -7,7 +7,6 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.table import Table
 
 from midepoch.cli import common
 from midepoch.cli.data import Format, Made, Storage, data_of_state, made_by
@@ -59,12 +58,10 @@ def inspect(
         common.print_json({"step": number, "place": Address(place).public, **asdict(summary), "share": summary.share})
         return
     shown = Address(place).public if number is None else f"{Address(place)}, step {number}"
-    table = Table(show_header=False, title=shown, title_justify="left")
-    table.add_column(style="bold", no_wrap=True)
-    table.add_column(overflow="fold")
-    for name, text in summary.lines().items():
-        table.add_row(name, "\n".join(summary.sources) if name == "sources" else text)
-    common.console.print(table)
+    lines = summary.lines()
+    if summary.sources:
+        lines["sources"] = "\n".join(summary.sources)
+    common.print_table([{"name": name, "text": text} for name, text in lines.items()], title=shown, header=False)
 
 
 def diff(
@@ -121,11 +118,15 @@ def diff(
 
 
 def _show(found: list[Difference], problem: str | None, against_data: bool) -> None:
-    if found:
-        table = Table("field", "first", "second", "what it means")
-        for one in found:
-            table.add_row(one.field, _short(one.first), _short(one.second), one.cause or "does not matter")
-        common.console.print(table)
+    common.print_table(
+        {
+            "field": one.field,
+            "first": _short(one.first),
+            "second": _short(one.second),
+            "what it means": one.cause or "does not matter",
+        }
+        for one in found
+    )
     if problem is not None:
         common.say(("would not resume", "red"), f": {problem}")
     elif against_data:
@@ -173,14 +174,17 @@ def verify(
     if as_json:
         common.print_json([asdict(each) for each in checked])
     else:
-        table = Table(title=Address(checkpoints).public, title_justify="left")
-        for name in ("step", "saved", "ranks", "parts", "size", ""):
-            table.add_column(name, justify="right" if name in ("step", "ranks", "size") else "left")
-        for each in checked:
-            good = common.styled(each.problem or "whole", "green" if each.problem is None else "red")
-            saved_at = time.strftime("%Y-%m-%d %H:%M", time.localtime(each.time)) if each.time else "?"
-            size = "?" if each.bytes is None else common.bytes_text(each.bytes)
-            table.add_row(str(each.step), saved_at, str(each.world_size or "?"), ", ".join(each.parts), size, good)
-        common.console.print(table)
+        rows = (
+            {
+                "step": str(each.step),
+                "saved": time.strftime("%Y-%m-%d %H:%M", time.localtime(each.time)) if each.time else "?",
+                "ranks": each.world_size or "?",
+                "parts": ", ".join(each.parts),
+                "size": "?" if each.bytes is None else common.bytes_text(each.bytes),
+                "": ("whole", "green") if each.problem is None else (each.problem, "red"),
+            }
+            for each in checked
+        )
+        common.print_table(rows, title=Address(checkpoints).public, right=("step", "ranks", "size"))
     if any(each.problem is not None for each in checked):
         raise typer.Exit(1)

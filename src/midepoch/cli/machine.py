@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.table import Table
 
 from midepoch.cli import common
 from midepoch.cli.data import DATA, Config, Data, Format, Made, Split, Storage, made_by, open_data
@@ -35,10 +34,10 @@ def doctor(as_json: common.AsJson = False) -> None:
     if as_json:
         common.print_json([asdict(one) for one in findings])
     else:
-        table = Table("", "what", "found", "what to do")
-        for one in findings:
-            table.add_row(common.styled(one.verdict, _COLOURS[one.verdict]), one.what, one.found, one.remedy)
-        common.console.print(table)
+        common.print_table(
+            {"": (one.verdict, _COLOURS[one.verdict]), "what": one.what, "found": one.found, "what to do": one.remedy}
+            for one in findings
+        )
     if any(one.verdict == "bad" for one in findings):
         raise typer.Exit(1)
 
@@ -96,7 +95,7 @@ def index(
     else:
         counts = ", ".join(common.counted(found[f"{noun}s"], noun) for noun in ("file", "block", "row"))
         saved = "indexed in" if found["saved"] else "the index could not be saved in"
-        common.console.print(f"{counts}; {saved} {found['index_dir']} ({found['seconds']:.1f} s)")
+        common.say(f"{counts}; {saved} {found['index_dir']} ({found['seconds']:.1f} s)")
     if not found["saved"]:
         raise typer.Exit(1)
 
@@ -175,24 +174,21 @@ def _numbers(text: str, name: str, least: int) -> list[int]:
 
 
 def _show(trials: list[Trial], limit: Limit | None, advice: Advice) -> None:
-    table = Table()
-    names = ["workers", "batch size", "rows/s", "GB/s", "first batch"]
-    for name in [*names, "of the limit"] if limit is not None else names:
-        table.add_column(name, justify="right")
+    rows = []
     for one in trials:
-        cells = [
-            str(one.num_workers),
-            f"{one.batch_size:,}",
-            f"{one.stats.rows_per_second:,.0f}",
-            f"{one.stats.bytes_per_second / 1e9:,.3f}",
-            f"{1000 * one.stats.first_batch:,.0f} ms",
-        ]
+        row = {
+            "workers": one.num_workers,
+            "batch size": one.batch_size,
+            "rows/s": f"{one.stats.rows_per_second:,.0f}",
+            "GB/s": f"{one.stats.bytes_per_second / 1e9:,.3f}",
+            "first batch": f"{1000 * one.stats.first_batch:,.0f} ms",
+        }
         if limit is not None:
-            cells.append(f"{one.stats.rows_per_second / max(limit.rows_per_second, 1e-9):.2f} ×")
-        table.add_row(*cells, style="bold green" if one is advice.best else None)
-    common.console.print(table)
+            row["of the limit"] = f"{one.stats.rows_per_second / max(limit.rows_per_second, 1e-9):.2f} ×"
+        rows.append({name: (cell, "bold green" if one is advice.best else "") for name, cell in row.items()})
+    common.print_table(rows, right=list(rows[0]))
     if limit is not None:
-        common.console.print(
+        common.say(
             f"limit: {limit.rows_per_second:,.0f} rows/s, {limit.bytes_per_second / 1e9:,.3f} GB/s ({limit.how})"
         )
     best = advice.best

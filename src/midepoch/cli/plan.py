@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.table import Table
 from rich.text import Text
 
 from midepoch.cli import common
@@ -19,7 +18,7 @@ from midepoch.storage.address import Address
 if TYPE_CHECKING:
     from midepoch.dataset import Dataset
     from midepoch.tools.plan import ResumePlan
-    from midepoch.tools.schedule import SchedulePlan, Use
+    from midepoch.tools.schedule import SchedulePlan
 
 
 def plan_file(
@@ -116,11 +115,22 @@ def _show_schedule(plan: SchedulePlan) -> None:
     steps = "" if plan.steps is None else f", {common.counted(plan.steps, 'step')}"
     how = "exact" if plan.exact else "estimated from the weights and the mean lengths of documents"
     common.say((common.counted(len(plan.phases), "phase"), "bold"), f": {length}{steps}; rows are {how}")
-    common.console.print(_phases(plan))
+    phases = (
+        {
+            "phase": one.name,
+            "steps": one.steps,
+            "batch": one.global_batch_size,
+            "length": one.sequence_length,
+            "rows": _amount(one.rows, plan.exact),
+            "tokens": _amount(one.tokens, False),
+        }
+        for one in plan.phases
+    )
+    common.print_table(phases, title="phases", right=("steps", "batch", "length", "rows", "tokens"))
     names = [use.source for use in plan.totals]
     for line in drawn(plan, names, common.console.width, common.console.options.ascii_only):
-        common.console.print(line)
-    common.console.print(_consumption(plan))
+        common.say(line)
+    common.print_table(_consumption(plan), title="consumption", right=("share", "rows", "tokens", "passes"))
     for cap in plan.caps:
         step = "" if cap.step is None else f", step {cap.step:,}"
         shares = [f"{name} {100 * share:.1f} %" for name, share in cap.shares.items()]
@@ -134,38 +144,22 @@ def _show_schedule(plan: SchedulePlan) -> None:
         common.say(("problem: ", "red"), plan.problem)
 
 
-def _phases(plan: SchedulePlan) -> Table:
-    table = Table("phase", title="phases", title_justify="left")
-    for name in ("steps", "batch", "length", "rows", "tokens"):
-        table.add_column(name, justify="right")
-    for one in plan.phases:
-        numbers = (one.steps, one.global_batch_size, one.sequence_length)
-        shown = ["" if number is None else f"{number:,}" for number in numbers]
-        table.add_row(one.name, *shown, _amount(one.rows, plan.exact), _amount(one.tokens, False))
-    return table
-
-
-def _consumption(plan: SchedulePlan) -> Table:
-    table = Table("phase", "source", title="consumption", title_justify="left")
-    for name in ("share", "rows", "tokens", "passes"):
-        table.add_column(name, justify="right")
-    for one in plan.phases:
-        for number, use in enumerate(use for use in one.uses if use.share or use.rows):
-            table.add_row("" if number else one.name, *_cells(plan, use, False))
-        table.add_section()
-    for number, use in enumerate(plan.totals):
-        table.add_row("" if number else "all", *_cells(plan, use, True))
-    return table
-
-
-def _cells(plan: SchedulePlan, use: Use, total: bool) -> list[Text | str]:
-    passes = "" if use.passes is None else f"{use.passes:.2f}"
-    cap = next((cap for cap in plan.caps if cap.source == use.source), None)
-    if total and cap is not None and passes:
-        passes = f"{passes} of {cap.max_passes}"
-    style = style_of([one.source for one in plan.totals].index(use.source))
-    share = f"{100 * use.share:.1f} %"
-    return [common.styled(use.source, style), share, _amount(use.rows, plan.exact), _amount(use.tokens, False), passes]
+def _consumption(plan: SchedulePlan) -> Iterator[dict[str, Any] | None]:
+    """Yield the rows of a table: the sources of each phase, and of the run."""
+    names, caps = [use.source for use in plan.totals], {cap.source: f" of {cap.max_passes}" for cap in plan.caps}
+    phases = [(one.name, [use for use in one.uses if use.share or use.rows]) for one in plan.phases]
+    for phase, uses in (*phases, ("all", plan.totals)):
+        for number, use in enumerate(uses):
+            of = caps.get(use.source, "") if uses is plan.totals else ""
+            yield {
+                "phase": "" if number else phase,
+                "source": (use.source, style_of(names.index(use.source))),
+                "share": f"{100 * use.share:.1f} %",
+                "rows": _amount(use.rows, plan.exact),
+                "tokens": _amount(use.tokens, False),
+                "passes": "" if use.passes is None else f"{use.passes:.2f}{of}",
+            }
+        yield None
 
 
 def _amount(number: int | None, exact: bool) -> str:
@@ -391,27 +385,26 @@ def _show(plan: ResumePlan, step: int | None, ranks: int) -> None:
         say((left_out, "yellow"))
     for note in plan.notes:
         say((note, "yellow"))
-    if plan.batches:
-        common.console.print(_rows_table(plan, ranks))
-    table = Table(title="until the end of the epoch", title_justify="left")
-    for name in ("machine", "ranks", "rows", "blocks", "about MB"):
-        table.add_column(name, justify="right")
-    for number, one in enumerate(plan.machines):
-        size = "?" if one.bytes is None else f"{one.bytes / 1e6:,.1f}"
-        blocks = "?" if one.blocks is None else f"{one.blocks:,}"
-        table.add_row(str(number), "{} to {}".format(*one.ranks), f"{one.rows:,}", blocks, size)
-    common.console.print(table)
+    common.print_table(
+        _next_rows(plan), title="the next rows, by their numbers before the shuffle", right=("step", "rank")
+    )
+    machines = (
+        {
+            "machine": number,
+            "ranks": "{} to {}".format(*one.ranks),
+            "rows": one.rows,
+            "blocks": "?" if one.blocks is None else one.blocks,
+            "about MB": "?" if one.bytes is None else f"{one.bytes / 1e6:,.1f}",
+        }
+        for number, one in enumerate(plan.machines)
+    )
+    common.print_table(machines, title="until the end of the epoch", right=("ranks", "blocks", "about MB"))
 
 
-def _rows_table(plan: ResumePlan, ranks: int) -> Table:
-    table = Table(title="the next rows, by their numbers before the shuffle", title_justify="left")
-    table.add_column("step", justify="right")
-    table.add_column("rank", justify="right")
-    table.add_column("rows")
+def _next_rows(plan: ResumePlan) -> Iterator[dict[str, Any]]:
     for number, batch in enumerate(plan.batches, 1):
-        for rank, rows in list(enumerate(batch))[:_RANKS]:
+        for rank, rows in enumerate(batch[:_RANKS]):
             more = ", …" if len(rows) > _ROWS else ""
-            table.add_row(f"+{number}", str(rank), ", ".join(map(str, rows[:_ROWS])) + more)
-        if ranks > _RANKS:
-            table.add_row("", "…", f"{ranks - _RANKS} more ranks (all of them with --json)")
-    return table
+            yield {"step": f"+{number}", "rank": rank, "rows": ", ".join(map(str, rows[:_ROWS])) + more}
+        if len(batch) > _RANKS:
+            yield {"step": "", "rank": "…", "rows": f"{len(batch) - _RANKS} more ranks (all of them with --json)"}

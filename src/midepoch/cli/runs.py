@@ -5,22 +5,28 @@ from __future__ import annotations
 import os
 import time
 import webbrowser
-from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.table import Table
 
 from midepoch.cli import common
 from midepoch.cli.data import Config, Format, Split, Storage, open_data
 from midepoch.errors import DataNotFoundError
 
 if TYPE_CHECKING:
-    from midepoch.audit import Delivery, Document, EpochProof, Run
-
+    from midepoch.audit import Delivery, Document, Run
 
 _LISTED = 20
+_RARE = {
+    "filtered": "filtered",
+    "dropped": "dropped",
+    "pending": "to come",
+    "skipped": "skipped",
+    "again": "again",
+    "excluded": "excluded",
+}
+"""Columns that are shown if one of their numbers is not 0."""
 _LEASES = {
     "leased": "leased",
     "acknowledged": "acknowledged",
@@ -29,6 +35,7 @@ _LEASES = {
     "returned": "returned",
 }
 """Columns of runs with leases."""
+Stream = Annotated[str | None, typer.Option(help="One of several loaders that recorded there, by its name.")]
 
 
 def audit(
@@ -37,7 +44,7 @@ def audit(
     row: Annotated[str | None, typer.Option(help="The steps that saw this row: its number, or source:number.")] = None,
     source: Annotated[int, typer.Option(help="The source of the row, if there are several (counted from 0).")] = 0,
     against: Annotated[Path | None, typer.Option(help="Another run, to count the rows that both have seen.")] = None,
-    stream: Annotated[str | None, typer.Option(help="One of several loaders that recorded there, by its name.")] = None,
+    stream: Stream = None,
     as_json: common.AsJson = False,
 ) -> None:
     """Prove from its ledger what a run has seen: rows delivered once, more than once, never.
@@ -88,6 +95,8 @@ def _source_and_row(text: str, source: int) -> tuple[int | str, int]:
 
 
 def _proof(runs: list[Run], as_json: bool) -> None:
+    from midepoch.tools.report.page import counts
+
     if as_json:
         records = [
             {
@@ -99,7 +108,7 @@ def _proof(runs: list[Run], as_json: bool) -> None:
                 "starts": run.attempts,
                 "world_sizes": run.worlds,
                 "problems": run.problems,
-                "epochs": [_epoch(one) for one in run.epochs],
+                "epochs": list(map(counts, run.epochs)),
                 "weight_changes": [one._asdict() for one in run.weight_changes],
             }
             for run in runs
@@ -112,55 +121,33 @@ def _proof(runs: list[Run], as_json: bool) -> None:
         raise typer.Exit(1)
 
 
-def _epoch(one: EpochProof) -> dict[str, Any]:
-    counts = None if one.leases is None else one.leases._asdict()
-    return {**asdict(replace(one, leases=None)), "leases": counts, "exact": one.exact, "complete": one.complete}
-
-
 def _show_proof(run: Run, several: bool) -> None:
     which = f", loader {run.streams[run.stream] or run.stream}" if several else ""
-    table = Table(title=f"{run.folder}{which}: {run.steps:,} steps", title_justify="left")
-    names = {
-        "epoch": "epoch",
-        "rows": run.unit,
-        "once": "once",
-        "repeated": "repeated",
-        "never": "never",
-        "steps": "steps",
-    }
-    rare = {
-        "filtered": "filtered",
-        "dropped": "dropped",
-        "pending": "to come",
-        "skipped": "skipped",
-        "again": "again",
-        "excluded": "excluded",
-    }
-    names |= {name: title for name, title in rare.items() if any(getattr(one, name) for one in run.epochs)}
-    for title in names.values():
-        table.add_column(title, justify="right")
-    leased = [name for name in _LEASES if any(one.leases is not None for one in run.epochs)]
-    for name in leased:
-        table.add_column(_LEASES[name], justify="right")
-    table.add_column(no_wrap=True)
+    rare = {name: title for name, title in _RARE.items() if any(getattr(one, name) for one in run.epochs)}
+    leased = {title: name for name, title in _LEASES.items() if any(one.leases is not None for one in run.epochs)}
+    rows = []
     for one in run.epochs:
-        cells = [f"{getattr(one, name):,}" for name in names]
-        shown = [common.styled(cell, "red" if i in (3, 4) and cell != "0" else "") for i, cell in enumerate(cells)]
-        shown += [f"{getattr(one.leases, name):,}" if one.leases is not None else "" for name in leased]
         so_far = "complete" if one.complete else "exact so far"
-        if one.exact and not run.problems:
-            verdict = common.styled(so_far, "green")
-        else:
-            verdict = common.styled("not exact" if one.epoch not in run.incomplete else "record incomplete", "red")
-        table.add_row(*shown, verdict)
-    common.console.print(table)
-    worlds = " → ".join(map(str, run.worlds))
-    common.console.print(f"{run.attempts} start{'s' * (run.attempts != 1)}; ranks: {worlds}")
+        wrong = "record incomplete" if one.epoch in run.incomplete else "not exact"
+        rows.append(
+            {
+                "epoch": one.epoch,
+                run.unit: one.rows,
+                "once": one.once,
+                "repeated": (one.repeated, "red" if one.repeated else ""),
+                "never": (one.never, "red" if one.never else ""),
+                "steps": one.steps,
+                **{title: getattr(one, name) for name, title in rare.items()},
+                **{title: getattr(one.leases, name, "") for title, name in leased.items()},
+                "": (so_far, "green") if one.exact and not run.problems else (wrong, "red"),
+            }
+        )
+    right = ("repeated", "never", *leased)
+    common.print_table(rows, title=f"{run.folder}{which}: {run.steps:,} steps", right=right)
+    common.say(f"{common.counted(run.attempts, 'start')}; ranks: {' → '.join(map(str, run.worlds))}")
     for one in run.epochs:
         if one.examples and not one.exact:
-            common.console.print(
-                f"epoch {one.epoch}: lost or repeated at positions {', '.join(map(str, one.examples))}, …"
-            )
+            common.say(f"epoch {one.epoch}: lost or repeated at positions {', '.join(map(str, one.examples))}, …")
     for change in run.weight_changes:
         place = f"epoch {change.epoch}, position {change.position:,}"
         place += "" if change.phase is None else f", phase {change.phase}"
@@ -171,64 +158,47 @@ def _show_proof(run: Run, several: bool) -> None:
 
 
 def _deliveries(run: Run, found: list[Delivery], what: str, as_json: bool) -> None:
-    if as_json:
-        common.print_json([{**one._asdict(), "place": run.order.sources[one.source].place(one.row)} for one in found])
-        return
-    if not found:
-        common.console.print(f"{what}: not delivered so far")
-        return
-    table = Table(title=what, title_justify="left")
-    several, parts = len(run.order.sources) > 1, any(one.part for one in found)
-    of_step = ["rank", "position", *(["source"] if several else []), "row"]
-    names = of_step if what.startswith("step") else ["step", "epoch", "rank", "position"]
-    for name in names:
-        table.add_column(name, justify="right")
-    table.add_column("where it is")
-    if parts:
-        table.add_column("part")
-    for one in found[:_LISTED]:
-        cells = [f"{getattr(one, name):,}" for name in names]
-        place = _near(run.order.sources[one.source].place(one.row))
-        table.add_row(*cells, place, *([one.part] if parts else []))
-    common.console.print(table)
-    if len(found) > _LISTED:
-        common.console.print(f"… and {len(found) - _LISTED:,} more (all of them with --json)")
-    if run.generations[-1].lanes:
-        common.console.print(
+    records = [{**one._asdict(), "place": run.order.sources[one.source].place(one.row)} for one in found]
+    names = ["step", "epoch", "rank", "position"]
+    if what.startswith("step"):
+        names = ["rank", "position", *["source"] * (len(run.order.sources) > 1), "row"]
+    names += ["part"] * any(one.part for one in found)
+    _list(records, records, names, what, as_json)
+    if found and run.generations[-1].lanes and not as_json:
+        common.say(
             "These are the rows that were consumed. loader(…, provenance=True) records each document that was "
             "delivered, and its tokens."
         )
 
 
-def _near(place: str) -> str:
-    """Return a place as it is called from the current folder."""
-    return place.replace(f" {os.getcwd()}{os.sep}", " ")
-
-
 def _documents(found: list[Document], what: str, as_json: bool) -> None:
-    if as_json:
-        common.print_json([one._asdict() for one in found])
-        return
-    if not found:
-        common.console.print(f"{what}: not delivered so far")
-        return
-    what = what if what.startswith("step") else f"row {found[0].name}:{found[0].row}"
-    table = Table(title=what, title_justify="left")
     packed = any(one.stop is not None for one in found)
-    sequence = ["sequence", *(["offset"] if packed else [])]
-    names = ["rank", *sequence, "source", "row"] if what.startswith("step") else ["step", "epoch", "rank", *sequence]
-    for name in names:
-        table.add_column(name, justify="left" if name == "source" else "right")
-    if packed:
-        table.add_column("tokens", justify="right")
-    table.add_column("where it is")
-    for one in found[:_LISTED]:
-        cells = [one.name if name == "source" else f"{getattr(one, name):,}" for name in names]
+    names = ["sequence", *["offset"] * packed]
+    if what.startswith("step"):
+        names = ["rank", *names, "source", "row"]
+    else:
+        names = ["step", "epoch", "rank", *names]
+        what = f"row {found[0].name}:{found[0].row}" if found else what
+    names += ["tokens"] * packed
+    shown = []
+    for one in found:
         tokens = "all" if one.stop is None else f"{one.start:,} to {one.stop:,}"
-        table.add_row(*cells, *([tokens] if packed else []), _near(one.place))
-    common.console.print(table)
-    if len(found) > _LISTED:
-        common.console.print(f"… and {len(found) - _LISTED:,} more (all of them with --json)")
+        shown.append({**one._asdict(), "source": one.name, "tokens": tokens})
+    _list([one._asdict() for one in found], shown, names, what, as_json)
+
+
+def _list(records: list[Any], shown: list[dict[str, Any]], names: list[str], what: str, as_json: bool) -> None:
+    """Print records as JSON, or the columns with these names as a table, with places as seen from this folder."""
+    if as_json:
+        common.print_json(records)
+    elif not shown:
+        common.say(f"{what}: not delivered so far")
+    else:
+        here = f" {os.getcwd()}{os.sep}"
+        rows = [
+            {**{name: one[name] for name in names}, "where it is": one["place"].replace(here, " ")} for one in shown
+        ]
+        common.print_table(rows, title=what, right=["tokens"], most=_LISTED)
 
 
 def _overlap(first: Run, second: Run, as_json: bool) -> None:
@@ -239,20 +209,11 @@ def _overlap(first: Run, second: Run, as_json: bool) -> None:
     if as_json:
         common.print_json(overlap._asdict())
         return
-    numbers: dict[str, Any] = {
-        str(first.folder): overlap.first,
-        str(second.folder): overlap.second,
-        "both": overlap.both,
-    }
-    table = Table(title="rows of the files that were seen at least once", title_justify="left")
-    table.add_column("run")
-    table.add_column("rows", justify="right")
-    for name, number in numbers.items():
-        table.add_row(name, f"{number:,}")
-    common.console.print(table)
+    numbers = {str(first.folder): overlap.first, str(second.folder): overlap.second, "both": overlap.both}
+    rows = ({"run": name, "rows": number} for name, number in numbers.items())
+    common.print_table(rows, title="rows of the files that were seen at least once")
 
 
-Stream = Annotated[str | None, typer.Option(help="One of several loaders that recorded there, by its name.")]
 Checkpoints = Annotated[
     str | None, typer.Option(help="Folder of the checkpoints. [default: 'checkpoints' in or beside the run's folder]")
 ]
@@ -315,7 +276,7 @@ def report(
         common.print_json(contents)
         return
     atomic_write(output, render(contents).encode())
-    common.console.print(f"wrote {output} ({common.bytes_text(output.stat().st_size)})")
+    common.say(f"wrote {output} ({common.bytes_text(output.stat().st_size)})")
 
 
 def _is_run(text: str) -> bool:
@@ -360,7 +321,7 @@ def watch(
     for run in runs:
         _wait_for_ledger(run)
     with Watch(look, host, port, token) as server:
-        common.console.print(f"{server.address}  (Ctrl-C stops it)")
+        common.say(f"{server.address}  (Ctrl-C stops it)")
         if open_browser:
             webbrowser.open(server.address)
         server.serve()

@@ -143,7 +143,7 @@ def _of_midepoch(where: str, step: int | None, part: str | None) -> Chosen:
         try:
             return Chosen(_read(saved, where, number, part), number, where)
         except CheckpointDamagedError as problem:
-            common.errors.print(common.styled(f"step {number} would be skipped: {problem}", "yellow"))
+            common.say((f"step {number} would be skipped: {problem}", "yellow"), to=common.errors)
     raise CheckpointDamagedError(f"all steps in {Address(where)} are damaged.")
 
 

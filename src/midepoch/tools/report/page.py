@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from midepoch._internal.hints import hinted
 from midepoch._internal.values import to_jsonable
-from midepoch.audit import Run, read_runs
+from midepoch.audit import EpochProof, Run, read_runs
 from midepoch.audit.passes import Generation
 from midepoch.checkpoint import PipelineCheckpoint
 from midepoch.checkpoint.manager import step_health
@@ -238,25 +238,7 @@ def of_run(run: Run, made: float) -> dict[str, Any]:
         "seed": order.about["seed"],
         "pipeline": order.about["pipeline"],
         "epochs": [
-            {
-                "epoch": proof.epoch,
-                "rows": proof.rows,
-                "once": proof.once,
-                "repeated": proof.repeated,
-                "never": proof.never,
-                "dropped": proof.dropped,
-                "filtered": proof.filtered,
-                "pending": proof.pending,
-                "skipped": proof.skipped,
-                "again": proof.again,
-                "excluded": proof.excluded,
-                "leases": None if proof.leases is None else proof.leases._asdict(),
-                "steps": proof.steps,
-                "exact": proof.exact,
-                "complete": proof.complete,
-                "examples": list(proof.examples),
-                "pieces": pieces.get(proof.epoch, []),
-            }
+            {**counts(proof), "examples": list(proof.examples), "pieces": pieces.get(proof.epoch, [])}
             for proof in run.epochs
         ],
         "weight_changes": [one._asdict() for one in run.weight_changes],
@@ -264,6 +246,12 @@ def of_run(run: Run, made: float) -> dict[str, Any]:
         "speed": curves(run, starts),
         "now": now(run, made),
     }
+
+
+def counts(proof: EpochProof) -> dict[str, Any]:
+    """Return the proof of an epoch, JSON-able."""
+    leases = None if proof.leases is None else proof.leases._asdict()
+    return {**vars(proof), "leases": leases, "exact": proof.exact, "complete": proof.complete}
 
 
 def _key(one: Generation) -> Any:
