@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import sys
+import textwrap
 from importlib import import_module
 from typing import Annotated, Any, NamedTuple
 
@@ -77,10 +79,6 @@ _OPTIONS: dict[str, Any] = {
 }
 
 
-def _function(name: str) -> Any:
-    return getattr(import_module(f"midepoch.cli.{COMMANDS[name].module}"), name)
-
-
 class _Commands(TyperGroup):  # type: ignore[misc]
     """The commands. Errors about their arguments are printed without the credentials in them."""
 
@@ -94,16 +92,6 @@ class _Commands(TyperGroup):  # type: ignore[misc]
             with formatter.section(panel):
                 entries = [(name, entry.help) for name, entry in COMMANDS.items() if entry.panel == panel]
                 formatter.write_dl(entries, col_spacing=2)
-
-    def parse_args(self, context: Any, arguments: list[str]) -> Any:
-        if arguments and arguments[0] in COMMANDS and {"-h", "--help"} & set(arguments):
-            from midepoch.cli.common import write_help
-
-            formatter = context.make_formatter()
-            write_help(_function(arguments[0]), arguments[0], formatter)
-            typer.echo(formatter.getvalue().rstrip("\n"))
-            context.exit()
-        return super().parse_args(context, arguments)
 
     def resolve_command(self, context: Any, arguments: list[str]) -> Any:
         name, _, rest = super().resolve_command(context, arguments)
@@ -122,12 +110,29 @@ class _Commands(TyperGroup):  # type: ignore[misc]
             raise
 
 
+class _Command(TyperCommand):  # type: ignore[misc]
+    """A command. The examples are those paragraphs of its description that begin with ``midepoch``."""
+
+    def format_epilog(self, _: Any, formatter: Any) -> None:
+        with formatter.section("Examples"):
+            for text in self.epilog.splitlines():  # a long one continues on the next line, as a shell reads it
+                room = {"width": formatter.width - 2, "break_long_words": False, "break_on_hyphens": False}
+                before = " " * formatter.current_indent
+                bound = re.sub(r"( -\S+) (?=[^-])", "\\1\xa0", text)  # an option, and its value
+                lines = textwrap.wrap(bound, initial_indent=before, subsequent_indent=3 * before, **room)
+                formatter.write(" \\\n".join(lines).replace("\xa0", " ") + "\n")
+
+
 def runnable(name: str) -> Any:
     """Return a command with its arguments, from its module."""
     from midepoch.cli.common import explained
 
+    function = getattr(import_module(f"midepoch.cli.{COMMANDS[name].module}"), name)
+    paragraphs = [" ".join(text.split()) for text in function.__doc__.split("\n\n")]
+    examples = [text for text in paragraphs if text.startswith("midepoch ")]
+    description = "\n\n".join(text for text in paragraphs if text not in examples)
     alone = typer.Typer(add_completion=False, **_OPTIONS)
-    alone.command(name)(explained(_function(name)))
+    alone.command(name, cls=_Command, help=description, epilog="\n".join(examples))(explained(function))
     return typer.main.get_command(alone)
 
 

@@ -29,11 +29,11 @@ def info(
 ) -> None:
     """Show files, blocks, rows, bytes, columns, and the distribution of rows.
 
-    [bold]midepoch info 'data/*.parquet'[/]
+    midepoch info 'data/*.parquet'
 
-    [bold]midepoch info s3://bucket/lake/ --storage endpoint_override=http://127.0.0.1:9000[/]
+    midepoch info s3://bucket/lake/ --storage endpoint_override=http://127.0.0.1:9000
 
-    [bold]midepoch info HuggingFaceFW/fineweb-edu --config sample-10BT --split train[/]
+    midepoch info HuggingFaceFW/fineweb-edu --config sample-10BT --split train
     """
     ds = open_data(data, split, config, storage, format)
     about = tell(ds)
@@ -147,15 +147,15 @@ def peek(
 ) -> None:
     """Show rows at a position, as a training run would get them, and their files.
 
-    [bold]midepoch peek 'data/*.parquet' --position 1000000 -n 3[/]
+    midepoch peek 'data/*.parquet' --position 1000000 -n 3
 
-    [bold]midepoch peek data/ --split 'train[90%:]' --columns text[/]
+    midepoch peek data/ --split 'train[90%:]' --columns text
 
-    [bold]midepoch peek data/ --row 372[/]
+    midepoch peek data/ --row 372
 
-    [bold]midepoch peek data/ --where "id = 'doc-17'"[/]
+    midepoch peek data/ --where "id = 'doc-17'"
 
-    [bold]midepoch peek data/ --shuffle 42 --epoch 2 --json[/]
+    midepoch peek data/ --shuffle 42 --epoch 2 --json
     """
     import numpy as np
 

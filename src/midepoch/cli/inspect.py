@@ -43,11 +43,11 @@ def inspect(
 ) -> None:
     """Describe a state or checkpoint: epoch, percent, next file and row, steps left.
 
-    [bold]midepoch inspect state.json[/]
+    midepoch inspect state.json
 
-    [bold]midepoch inspect runs/7/checkpoints --step 4000 --batch-size 32 --world-size 8[/]
+    midepoch inspect runs/7/checkpoints --step 4000 --batch-size 32 --world-size 8
 
-    [bold]midepoch inspect trainer_output[/]
+    midepoch inspect trainer_output
     """
     from midepoch.cli.states import open_state
     from midepoch.tools.describe import describe
@@ -80,11 +80,11 @@ def diff(
 
     Exits with 1 if it would be refused.
 
-    [bold]midepoch diff monday.json tuesday.json[/]
+    midepoch diff monday.json tuesday.json
 
-    [bold]midepoch diff runs/7/checkpoints runs/8/checkpoints --step 100 --other-step 200[/]
+    midepoch diff runs/7/checkpoints runs/8/checkpoints --step 100 --other-step 200
 
-    [bold]midepoch diff state.json --dataset train.py:make_loader[/]
+    midepoch diff state.json --dataset train.py:make_loader
     """
     from midepoch.cli.states import open_state
     from midepoch.tools.describe import differences
@@ -150,9 +150,9 @@ def verify(
 
     Exits with 1 if one is damaged.
 
-    [bold]midepoch verify runs/7/checkpoints[/]
+    midepoch verify runs/7/checkpoints
 
-    [bold]midepoch verify s3://bucket/run/checkpoints --step 4000[/]
+    midepoch verify s3://bucket/run/checkpoints --step 4000
     """
     from midepoch._internal.progress import Bar
     from midepoch.checkpoint import PipelineCheckpoint

@@ -24,9 +24,9 @@ def doctor(as_json: common.AsJson = False) -> None:
 
     Exits with 1 if something will not work.
 
-    [bold]midepoch doctor[/]
+    midepoch doctor
 
-    [bold]midepoch doctor --json > machine.json[/]
+    midepoch doctor --json > machine.json
     """
     from midepoch.tools.doctor import examine
 
@@ -47,9 +47,9 @@ def demo(
 ) -> None:
     """Train a small model, kill it in mid-epoch, resume with other workers, and prove that nothing was lost.
 
-    Requires torch and datasets: pip install "midepoch\\[torch,hf,cli]".
+    Requires torch and datasets: pip install "midepoch[torch,hf,cli]".
 
-    [bold]midepoch demo[/]
+    midepoch demo
     """
     from midepoch.demo.__main__ import run
 
@@ -71,9 +71,9 @@ def index(
 
     Exits with 1 if it cannot be saved.
 
-    [bold]midepoch index s3://bucket/lake/[/]
+    midepoch index s3://bucket/lake/
 
-    [bold]midepoch index 'data/*.arrow' --force[/]
+    midepoch index 'data/*.arrow' --force
     """
     from midepoch.storage.cache_files import default_index_dir
 
@@ -119,9 +119,9 @@ def bench(
 ) -> None:
     """Measure rows/s and GB/s by workers and batch size, beside the limit of the machine, and recommend a setting.
 
-    [bold]midepoch bench 'data/*.parquet' --columns tokens[/]
+    midepoch bench 'data/*.parquet' --columns tokens
 
-    [bold]midepoch bench --dataset train.py:make_dataset --workers 0,2,4,8 --batch-size 32[/]
+    midepoch bench --dataset train.py:make_dataset --workers 0,2,4,8 --batch-size 32
     """
     from midepoch._internal.progress import shown
     from midepoch.dataset import Dataset

@@ -309,13 +309,13 @@ def plan(
     With --schedule: rows, tokens and passes by phase and source. Exits with 1 if a phase cannot be filled, or if
     max_passes cannot be checked.
 
-    [bold]midepoch plan --checkpoint runs/7/checkpoints --world-size 6 --num-workers 4 --batch-size 48[/]
+    midepoch plan --checkpoint runs/7/checkpoints --world-size 6 --num-workers 4 --batch-size 48
 
-    [bold]midepoch plan --checkpoint state.json --world-size 64 --batch-size 8 --data 'data/*.parquet'[/]
+    midepoch plan --checkpoint state.json --world-size 64 --batch-size 8 --data 'data/*.parquet'
 
-    [bold]midepoch plan --checkpoint runs/7/checkpoints --world-size 6 --batch-size 48 --dataset train.py:make_loader[/]
+    midepoch plan --checkpoint runs/7/checkpoints --world-size 6 --batch-size 48 --dataset train.py:make_loader
 
-    [bold]midepoch plan --schedule run.yaml --source 'web=data/web/*.parquet' --source code=data/code --ranks 64[/]
+    midepoch plan --schedule run.yaml --source 'web=data/web/*.parquet' --source code=data/code --ranks 64
     """
     if schedule is not None:
         if checkpoint is not None:

@@ -51,15 +51,15 @@ def audit(
 
     Exits with 1 if a row of a finished part of an epoch was lost or repeated.
 
-    [bold]midepoch audit runs/7[/]
+    midepoch audit runs/7
 
-    [bold]midepoch audit runs/7 --step 1000[/]
+    midepoch audit runs/7 --step 1000
 
-    [bold]midepoch audit runs/7 --row 123456 --json[/]
+    midepoch audit runs/7 --row 123456 --json
 
-    [bold]midepoch audit runs/7 --row web:123456[/]
+    midepoch audit runs/7 --row web:123456
 
-    [bold]midepoch audit runs/7 --against runs/8[/]
+    midepoch audit runs/7 --against runs/8
     """
     from midepoch.audit import read_run, read_runs
 
@@ -244,11 +244,11 @@ def report(
 ) -> None:
     """Draw runs or a dataset: speed, progress, consumption, restarts, layout, shuffle quality. One HTML file.
 
-    [bold]midepoch report runs/7 -o report.html[/]
+    midepoch report runs/7 -o report.html
 
-    [bold]midepoch report runs/7 runs/8[/]
+    midepoch report runs/7 runs/8
 
-    [bold]midepoch report 'data/*.parquet' --shuffle 42 --scope window --window 16 --label class[/]
+    midepoch report 'data/*.parquet' --shuffle 42 --scope window --window 16 --label class
     """
     from midepoch.storage.cache_files import atomic_write
     from midepoch.tools.report import collect, render
@@ -300,15 +300,15 @@ def watch(
     stream: Stream = None,
     open_browser: Annotated[bool, typer.Option("--open", help="Open a browser.")] = False,
 ) -> None:
-    """Show runs in progress, live: the page of [bold]midepoch report[/], by default only on this machine.
+    """Show runs in progress, live: the page of midepoch report, by default only on this machine.
 
     From another machine: ssh -L 8765:127.0.0.1:8765 machine, then open http://127.0.0.1:8765/ there.
 
-    [bold]midepoch watch runs/7[/]
+    midepoch watch runs/7
 
-    [bold]midepoch watch runs/7 runs/8[/]
+    midepoch watch runs/7 runs/8
 
-    [bold]midepoch watch runs/7 --host 0.0.0.0 --port 9000[/]
+    midepoch watch runs/7 --host 0.0.0.0 --port 9000
     """
     from midepoch.tools.report import collect
     from midepoch.tools.report.watch import Watch
