@@ -325,7 +325,7 @@ def test_split_bytes_may_be_a_text(lake: Path) -> None:
 
 def test_a_dataloader_around_it_says_what_to_do(lake: Path) -> None:
     _, dataset = make(lake)
-    with pytest.raises(TypeError, match="Iterate it, or the loader that create_dataloader returned"):
+    with pytest.raises(TypeError, match="Iterate it, and pass num_workers and collate_fn"):
         next(iter(torch.utils.data.DataLoader(dataset)))
 
 

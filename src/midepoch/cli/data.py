@@ -166,7 +166,7 @@ def made_by(name: str) -> Dataset | Loader:
         raise ValueError(f"there is no function {function!r} in {module}")
     made = factory()
     made = made[0] if isinstance(made, tuple) and made else made
-    made = getattr(made, "_loader", made)  # StructuredDataset and its loader
+    made = getattr(made, "_loader", made)  # of a StructuredDataset
     if not isinstance(made, (Dataset, Loader)):
         raise TypeError(f"{name} must return a dataset or loader of midepoch, got {type(made).__name__}")
     return made

@@ -1,22 +1,29 @@
-"""``StructuredDataset``: batches from structured files, with the documented interface and state, resumed exactly."""
+"""``StructuredDataset``: batches from structured files, with the documented interface and state, resumed exactly.
+
+The state also reports the shards that are complete, in the documented form. A resume only compares them.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from operator import length_hint
 from typing import Any
+
+import numpy as np
 
 from midepoch._internal.hints import hinted_methods
 from midepoch._internal.progress import shown
 from midepoch._internal.resumable import Resumable
 from midepoch._internal.values import integer
-from midepoch.compat.splits import Splits
 from midepoch.dataset import Dataset
 from midepoch.distributed.world import find_world
-from midepoch.errors import CheckpointMismatchError
+from midepoch.errors import CheckpointMismatchError, StateError
 from midepoch.loader import Loader
 from midepoch.open import DEFAULT_CACHE_BYTES, from_files
 from midepoch.order.bijection import check_seed
@@ -28,21 +35,23 @@ from midepoch.state.saved import one_of
 _log = logging.getLogger("midepoch")
 OUTPUTS = {"torch": "torch", "numpy": "numpy", "arrow": "arrow", "dict": "python"}
 _SPLIT_BYTES = 128 << 20
-_LISTED_SHARDS = 256
+_LISTED_SHARDS, _LISTED_FILES = 256, 64
 _ARGUMENTS = {"window": "shuffle_buffer_size (in row groups)", "scope": "shuffle", "aligned": "shuffle"}
 
 
 @hinted_methods({})
 class StructuredDataset(Resumable):
-    """Dataset that ``create_dataloader`` returns with the loader: epoch, state and schema.
+    """The loader and the dataset that ``create_dataloader`` returns, which are one object.
 
-    ``state_dict()`` describes the batches that the training loop has received, wherever it is called. Its documented
-    keys are for people. A resume uses the exact position, so that nothing is read or delivered twice, with any number
-    of workers and ranks, from the state of any one rank.
+    Each ``iter()`` has the batches of one epoch, and a ``break`` loses nothing. ``state_dict()`` describes the batches
+    that the training loop has received, wherever it is called. Its documented keys are for people. A resume uses the
+    exact position, so that nothing is read or delivered twice, with any number of workers and ranks, from the state of
+    any one rank.
     """
 
-    def __init__(self, dataset: Dataset, loader: Loader, splits: Splits, num_workers: int) -> None:
-        self._dataset, self._loader, self._splits, self._num_workers = dataset, loader, splits, num_workers
+    def __init__(self, dataset: Dataset, loader: Loader, splits: Splits, num_workers: int, progress: bool) -> None:
+        self._dataset, self._loader, self._splits = dataset, loader, splits
+        self._num_workers, self._progress = num_workers, progress
 
     @classmethod
     def create_dataloader(
@@ -73,8 +82,8 @@ class StructuredDataset(Resumable):
         cache_dir: PathLike | None = None,
         cache_bytes: int = DEFAULT_CACHE_BYTES,
         index_dir: PathLike | None = None,
-    ) -> tuple[StructuredLoader, StructuredDataset]:
-        """Return a loader of batches and its dataset. Keep the dataset: it has the state and ``set_epoch``.
+    ) -> tuple[StructuredDataset, StructuredDataset]:
+        """Return a loader of batches and its dataset, which has the state and ``set_epoch``.
 
         - ``collate_fn`` gets a complete batch in the output format, in the worker.
         - ``shuffle`` shuffles row groups, then rows in windows of row groups. ``shuffle_buffer_size`` is the number of
@@ -120,14 +129,14 @@ class StructuredDataset(Resumable):
             world_size=world_size,
         )
         splits = Splits(dataset.pipeline.base, target_bytes, target_rows, shuffle_seed, partitioning)
-        made = cls(dataset, loader, splits, num_workers)
-        return StructuredLoader(loader, made, show_progress), made
+        made = cls(dataset, loader, splits, num_workers, show_progress)
+        return made, made
 
     def __getitem__(self, key: Any) -> Any:
         """Raise TypeError: torch reads rows of map-style datasets in this way, and this is not one."""
         raise TypeError(
-            "a StructuredDataset cannot be indexed and needs no DataLoader. Iterate it, or the loader that "
-            "create_dataloader returned with it, and pass num_workers and collate_fn to create_dataloader."
+            "a StructuredDataset cannot be indexed and needs no DataLoader. Iterate it, and pass num_workers and "
+            "collate_fn to create_dataloader."
         )
 
     def __len__(self) -> int:
@@ -135,15 +144,28 @@ class StructuredDataset(Resumable):
         return len(self._loader)
 
     def __iter__(self) -> Iterator[Any]:
-        return iter(self._loader)
+        return self._shown() if self._progress else iter(self._loader)
+
+    def _shown(self) -> Iterator[Any]:
+        with shown(f"epoch {self.epoch}", "batches") as report:
+            batches = iter(self._loader)
+            done = len(self) - length_hint(batches)
+            for batch in batches:
+                yield batch
+                done += 1
+                report(done, max(done, len(self)))
 
     def current_pass(self) -> Iterator[Any]:
-        """Return the current pass of ``next()``, shared with the loader that was created with this dataset."""
+        """Return the current pass of ``next()``. Begin one if there is none."""
         return self._loader.current_pass()
 
     def end_pass(self) -> None:
         """Make the next ``next()`` begin another pass."""
         self._loader.end_pass()
+
+    def close(self) -> None:
+        """Stop threads and workers now. They also stop by themselves."""
+        self._loader.close()
 
     @property
     def schema(self) -> Any:
@@ -212,52 +234,6 @@ class StructuredDataset(Resumable):
             raise self._splits.mismatch(state, name, problem.saved, problem.current) from None
 
 
-class StructuredLoader(Resumable):
-    """Loader with the batches of one epoch for each ``iter()``. A ``break`` loses nothing."""
-
-    def __init__(self, loader: Loader, dataset: StructuredDataset, progress: bool) -> None:
-        self._loader, self._dataset, self._progress = loader, dataset, progress
-
-    def __len__(self) -> int:
-        return len(self._loader)
-
-    def __iter__(self) -> Iterator[Any]:
-        return self._shown() if self._progress else iter(self._loader)
-
-    def current_pass(self) -> Iterator[Any]:
-        """Return the current pass of ``next()``, shared with the dataset."""
-        return self._loader.current_pass()
-
-    def end_pass(self) -> None:
-        """Make the next ``next()`` begin another pass."""
-        self._loader.end_pass()
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state of the dataset."""
-        return self._dataset.state_dict()
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load a state of the dataset."""
-        self._dataset.load_state_dict(state)
-
-    def check_state(self, state: Mapping[str, Any]) -> None:
-        """Check a state of the dataset."""
-        self._dataset.check_state(state)
-
-    def _shown(self) -> Iterator[Any]:
-        with shown(f"epoch {self._loader.epoch}", "batches") as report:
-            batches = iter(self._loader)
-            done = len(self) - length_hint(batches)
-            for batch in batches:
-                yield batch
-                done += 1
-                report(done, max(done, len(self)))
-
-    def close(self) -> None:
-        """Stop threads and workers now. They also stop by themselves."""
-        self._loader.close()
-
-
 def _window(leaf: Leaf, buffer: int | None) -> int | None:
     """Return the number of blocks with as many rows as a shuffle buffer."""
     if buffer is None:
@@ -289,3 +265,146 @@ def _bytes(given: int | str | None) -> int:
             raise ValueError(f"split_bytes must be a number of bytes, or a text like '128 MiB', got {given!r}")
         return size
     return integer(given, "create_dataloader(split_bytes=…)", 1)
+
+
+@dataclass(frozen=True, eq=False)
+class Splits:
+    """Shards that the state reports: runs of blocks of one file, of at least ``target_bytes`` or ``target_rows``."""
+
+    leaf: Leaf
+    target_bytes: int
+    target_rows: int | None
+    seed: int
+    partitioning: str | None = None
+    _known: dict[tuple[int, int], np.ndarray[Any, np.dtype[np.int64]]] = field(default_factory=dict, repr=False)
+
+    @property
+    def sizes(self) -> list[int | None]:
+        return [self.target_bytes, self.target_rows]
+
+    @property
+    def filter(self) -> str | None:
+        access = self.leaf.source.access
+        return access.filter.text if access is not None and access.filter is not None else None
+
+    @cached_property
+    def _bounds(self) -> np.ndarray[Any, np.dtype[np.int64]]:
+        """First block of each shard, and the number of blocks."""
+        source, found = self.leaf.source, [0]
+        starts, row_bytes = source.layout.block_starts, source.bytes_per_row
+        for first, stop in zip(source.file_blocks[:-1].tolist(), source.file_blocks[1:].tolist(), strict=True):
+            for block in range(first + 1, stop + 1):
+                rows = int(starts[block] - starts[found[-1]])
+                large = rows >= self.target_rows if self.target_rows else rows * row_bytes >= self.target_bytes
+                if block == stop or large:
+                    found.append(block)
+        return np.array(found)
+
+    def shard(self, number: int) -> dict[str, Any]:
+        """Return a shard in the documented form."""
+        source = self.leaf.source
+        first, stop = self._bounds[number : number + 2].tolist()
+        file = int(source.file_blocks.searchsorted(first, side="right")) - 1
+        start, end = source.layout.block_starts[[first, stop]].tolist()
+        begin = int(source.layout.file_starts[file])
+        part = (start, end) != tuple(source.layout.file_starts[file : file + 2].tolist())
+        split = {
+            "path": source.name(source.files[file]),
+            "row_offset": start - begin if part else None,
+            "row_length": end - start if part else None,
+        }
+        if self.filter is not None and part:
+            split["filtered"] = True  # only rows that pass are counted
+        return {"splits": [split]}
+
+    def completed(self, epoch: int, position: int, lanes: int) -> list[int]:
+        """Return the shards of which every row has been delivered, in the order of completion."""
+        ends = self._ends(epoch, lanes)
+        order = np.argsort(ends, kind="stable")
+        found: list[int] = order[: int(np.searchsorted(ends[order], position))].tolist()
+        return found
+
+    def _ends(self, epoch: int, lanes: int) -> np.ndarray[Any, np.dtype[np.int64]]:
+        """Return the last position of any row of each shard."""
+        if (epoch, lanes) not in self._known:
+            order = replace(self.leaf.order, lanes=lanes)
+            uses = order.at(epoch, self.leaf.source.layout).uses()
+            last = np.zeros(int(self._bounds[-1]), dtype=np.int64)
+            np.maximum.at(last, uses.blocks, uses.last)
+            self._known.clear()  # one epoch at a time
+            self._known[epoch, lanes] = np.maximum.reduceat(last, self._bounds[:-1])
+        return self._known[epoch, lanes]
+
+    @cached_property
+    def files(self) -> list[str] | str:
+        """Names and fingerprints of the files, to report later which have changed. A digest for very many files."""
+        files = self.leaf.source.files
+        if len(files) > _LISTED_FILES:
+            text = "\n".join(f"{file.fingerprint}" for file in files)
+            return f"{len(files)} files {hashlib.blake2b(text.encode(), digest_size=8).hexdigest()}"
+        root = os.path.commonpath([os.path.dirname(file.path) for file in files])
+        return [f"{os.path.relpath(file.path, root or '.')}:{file.fingerprint[:8]}" for file in files]
+
+    def check(self, state: Mapping[str, Any]) -> None:
+        """Raise unless files, filters, seed and sizes of shards match the state."""
+        shards = state.get("completed_shards", [])
+        if not isinstance(shards, list) or not all(_is_shard(shard) for shard in shards):
+            raise StateError("the state is damaged: 'completed_shards' is not a list of shards.")
+        data = self.leaf.source.fingerprint
+        for name, key, now in (
+            ("filters", "_filters", self.filter),
+            ("partitioning", "_partitioning", self.partitioning),
+        ):
+            if state.get("data") != data and key in state and state[key] != now:
+                raise self.mismatch(state, name, state[key], now)
+        if state.get("data") != data:
+            raise self.mismatch(state, "files", None, None, "the files differ" + self._changed(state.get("_files")))
+        if self.leaf.order.shuffle is not None and state.get("_shuffle_seed", self.seed) != self.seed:
+            raise self.mismatch(state, "shuffle_seed", state["_shuffle_seed"], self.seed)
+        if shards and state.get("_split", self.sizes) != self.sizes:
+            raise self.mismatch(state, "split_bytes, split_rows", state["_split"], self.sizes)
+
+    def _changed(self, saved: Any) -> str:
+        listed = isinstance(saved, list) and all(isinstance(name, str) and ":" in name for name in saved)
+        if not listed or not isinstance(self.files, list):
+            return f": checkpoint={saved if isinstance(saved, str) else '?'}, current={self.files}"[:300]
+        before, now = (dict(name.rsplit(":", 1) for name in names) for names in (saved, self.files))
+        parts = {
+            "added": sorted(now.keys() - before.keys()),
+            "removed": sorted(before.keys() - now.keys()),
+            "changed": sorted(name for name in before.keys() & now.keys() if before[name] != now[name]),
+        }
+        texts = [f"{what}: {', '.join(names[:8])}" for what, names in parts.items() if names]
+        return f" ({'; '.join(texts) or 'in another order'})"
+
+    def mismatch(
+        self, state: Mapping[str, Any], name: str, saved: Any, current: Any, cause: str | None = None
+    ) -> CheckpointMismatchError:
+        """Return the error with the documented message."""
+        listed = state.get("completed_shards") or ()
+        head = "Checkpoint shard does not match any current split.\n\n  Checkpoint shard:\n"
+        if listed and _is_shard(listed[-1]):
+            head += "\n".join(f"    {_described(split)}" for split in listed[-1]["splits"])
+        else:
+            head += "    (none was completed yet)"
+        cause = cause or f"{name} changed: checkpoint={saved}, current={current}"
+        problem = CheckpointMismatchError(
+            f"{head}\n\n  Likely cause: {cause}\n\n"
+            "  Reconstruct the dataset with matching parameters or discard this checkpoint. Nothing was changed."
+        )
+        problem.field, problem.saved, problem.current, problem.cause = name, saved, current, cause
+        return problem
+
+
+def _is_shard(shard: Any) -> bool:
+    splits = shard.get("splits") if isinstance(shard, Mapping) else None
+    return isinstance(splits, list) and all(
+        isinstance(split, Mapping) and {"path", "row_offset", "row_length"} <= split.keys() for split in splits
+    )
+
+
+def _described(split: Mapping[str, Any]) -> str:
+    name = os.path.basename(str(split["path"]))
+    if split["row_offset"] is None:
+        return f"{name}  full file"
+    return f"{name}  rows [{split['row_offset']:,}, {split['row_offset'] + split['row_length']:,})"
