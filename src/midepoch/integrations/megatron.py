@@ -114,27 +114,6 @@ def iterator(
     sizes by the first step at which they apply, for a ramp-up. ``to_batch`` converts a dict of columns to
     what ``next`` returns. ``loader``: other arguments of ``Dataset.loader``.
     """
-    (only,) = iterators(
-        dataset,
-        1,
-        micro_batch_size=micro_batch_size,
-        global_batch_size=global_batch_size,
-        to_batch=to_batch,
-        **loader,
-    )
-    return only
-
-
-def iterators(
-    dataset: Dataset,
-    chunks: int,
-    *,
-    micro_batch_size: int | None = None,
-    global_batch_size: int | Mapping[int, int] | None = None,
-    to_batch: Callable[[Mapping[str, Any]], Any] = gpt_batch,
-    **loader: Any,
-) -> list[DataIterator]:
-    """Return a data iterator for each model chunk of a virtual pipeline. All get the same micro-batches, read once."""
     micro = _size(calculator.get_micro_batch_size) if micro_batch_size is None else micro_batch_size
     step = _size(calculator.get_current_global_batch_size) if global_batch_size is None else global_batch_size
     ranks = parallel_state.get_data_parallel_world_size()
@@ -146,8 +125,17 @@ def iterators(
     group = parallel_state.get_data_parallel_group()
     made = dataset.loader(rows, **{"data_parallel": group, "last_batch": "drop", **loader})
     batches = MicroBatches(made, micro, group=group)
-    steps = _Steps(batches, to_batch, keeps=chunks > 1)
-    return [DataIterator(steps) for _ in range(chunks)]
+    return DataIterator(_Steps(batches, to_batch))
+
+
+def iterators(dataset: Dataset, chunks: int, **options: Any) -> list[DataIterator]:
+    """Return a data iterator for each model chunk of a virtual pipeline. All get the same micro-batches, read once.
+
+    ``options``: those of ``iterator``.
+    """
+    first = iterator(dataset, **options)
+    first._steps.keeps = chunks > 1
+    return [first, *(DataIterator(first._steps) for _ in range(chunks - 1))]
 
 
 def _size(of: Callable[[], int]) -> int:
@@ -163,8 +151,11 @@ def _size(of: Callable[[], int]) -> int:
 class _Steps:
     """The step in progress, shared by the iterators of all model chunks."""
 
-    def __init__(self, batches: MicroBatches, to_batch: Callable[[Any], Any], *, keeps: bool) -> None:
-        self.batches, self._to_batch, self._keeps = batches, to_batch, keeps
+    keeps = False
+    """The micro-batches of the step are kept, for the other chunks."""
+
+    def __init__(self, batches: MicroBatches, to_batch: Callable[[Any], Any]) -> None:
+        self.batches, self._to_batch = batches, to_batch
         self.number = self.loads = 0
         self._parts: list[MicroBatch] = []
         self._source: Iterator[MicroBatch] = batches.passes()
@@ -179,7 +170,7 @@ class _Steps:
             _check_count(part.total)
             self.number += 1
             self._parts = []
-        if self._keeps:
+        if self.keeps:
             self._parts.append(part)
         return part
 

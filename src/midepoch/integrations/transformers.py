@@ -82,11 +82,7 @@ class ResumableTraining:
     def __init__(self, *rest: Any, loader_options: Mapping[str, Any] | None = None, **named: Any) -> None:
         self._options = dict(loader_options or {})
         super().__init__(*rest, **named)
-        if isinstance(self.train_dataset, Loader):  # type: ignore[attr-defined]
-            raise TypeError(
-                "train_dataset must be a Dataset, got a loader. Pass options of the loader as "
-                "loader_options, such as {'last_batch': 'pad'}."
-            )
+        refuse_loader(self.train_dataset)  # type: ignore[attr-defined]
         if isinstance(self.train_dataset, Dataset):  # type: ignore[attr-defined]
             _check_arguments(self.args)  # type: ignore[attr-defined]
 
@@ -253,6 +249,15 @@ class _Batches(IterableDataset[Any]):  # type: ignore[misc]
         if (rows := loader.pipeline.numbered) is not None:
             return rows
         return len(loader) * loader.options.batch_size * loader.shard.count
+
+
+def refuse_loader(train_dataset: Any) -> None:
+    """Raise TypeError for a loader in place of a dataset."""
+    if isinstance(train_dataset, Loader):
+        raise TypeError(
+            "train_dataset must be a Dataset, got a loader. Pass options of the loader as loader_options, such as "
+            "{'last_batch': 'pad'}."
+        )
 
 
 def _strategy(args: Any) -> str:
