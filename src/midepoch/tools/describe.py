@@ -133,7 +133,7 @@ def describe(
         pipeline=first["pipeline"],
         data=first["data"],
         lanes=first["lanes"],
-        next_row=_next(chosen, index_dir) if whole and not is_stream and not by_tokens else None,
+        next_row=of_index(chosen, index_dir).next_place() if whole and not is_stream and not by_tokens else None,
         steps_left=_steps_left(first, batch_size, world_size, last_batch)
         if batch_size and not is_stream and not by_tokens
         else None,
@@ -175,11 +175,6 @@ def _order(state: Saved) -> str:
         return f"{selected}{state['scope']}, {state['weights']}, seed {state['seed']}"
     window = f" of {state['window']} blocks" if state["window"] is not None else ""
     return f"{selected}shuffled by {state['scope']}{window}, seed {state['seed']}"
-
-
-def _next(state: Any, index_dir: Any) -> str | None:
-    known = of_index(state, index_dir)
-    return known.place(known.cursor.position)
 
 
 def _steps_left(state: Saved, batch_size: int, world_size: int, last_batch: str | None) -> int:

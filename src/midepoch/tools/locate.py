@@ -18,7 +18,9 @@ from midepoch.loader.loader import Loader
 from midepoch.order import EpochOrder, Order, Selection, Shard, SourceLayout
 from midepoch.order.intervals import EMPTY, Intervals
 from midepoch.pipeline.cursor import Cursor
-from midepoch.pipeline.node import Excluded
+from midepoch.pipeline.planned import Planning
+from midepoch.pipeline.spec import PipelineSpec
+from midepoch.sources import Source
 from midepoch.sources.index import Index, read_index
 from midepoch.state.format import KEY, excluded_from_json, order_of, parse
 from midepoch.state.saved import load_global, one_of
@@ -29,121 +31,72 @@ Int64Array = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, eq=False)
 class KnownState:
-    """A state's cursor and order, and the first rows of its blocks and files, if they were found.
+    """A state's cursor, and the order and the source of its rows, if they are known.
 
-    ``checked``: what the state was checked against: "dataset", "index" or "nothing".
+    ``checked``: what the state was checked against: "dataset", "index" or "nothing". ``excluded``: rows that are
+    excluded in every epoch.
     """
 
     cursor: Cursor
     rows: int
     order: Order | None
-    layout: SourceLayout | None
-    block_bytes: Int64Array | None
-    row_bytes: float | None
+    source: Source | None
+    excluded: Intervals
     fetched: bool
     checked: str
-    files: tuple[str, ...] = ()
-    notes: tuple[str, ...] = ()
-    excluded: Intervals = EMPTY
-    """Rows that are excluded in every epoch."""
+    spec: PipelineSpec | None = None
 
     def at(self, epoch: int, notes: list[str]) -> EpochOrder | None:
         """Return the order of an epoch, if enough is known. Otherwise add what is missing to ``notes``."""
-        if self.order is None:
-            notes.append(
-                "the selected rows, or their weights, are not in the state. Pass the dataset to see rows and blocks."
-            )
-            return None
-        by_rows = self.order.shuffle is None or self.order.shuffle.scope == "rows"
-        if self.layout is None:
-            if not by_rows:
-                notes.append("the first rows of blocks are not in the state. Pass the dataset to see rows and blocks.")
-                return None
+        if self.order is not None and self.source is not None:
+            return self.order.at(epoch, self.source.layout)
+        if self.order is not None and (self.order.shuffle is None or self.order.shuffle.scope == "rows"):
             return self.order.at(epoch, SourceLayout(np.array([0, self.rows]), np.array([0, self.rows])))
-        return self.order.at(epoch, self.layout)
+        missing = "the selected rows, or their weights, are" if self.order is None else "the first rows of blocks are"
+        notes.append(f"{missing} not in the state. Pass the dataset to see rows and blocks.")
+        return None
 
-    def excluded_at(self, epoch: int) -> Intervals:
-        """Return the positions of excluded rows in an epoch, or none if its order is not known."""
-        order = self.at(epoch, []) if self.excluded else None
-        return EMPTY if order is None else Intervals.from_positions(order.positions_of_rows(self.excluded.positions()))
+    def undelivered(self, cursor: Cursor) -> Intervals:
+        """Return the positions after a cursor that are not delivered, with those of excluded rows if they are known."""
+        order = self.at(cursor.epoch, []) if self.excluded else None
+        lane, rows = cursor.lane, self.excluded.positions()
+        excluded = EMPTY if order is None else Intervals.from_positions(order.positions_of_rows(rows))
+        return lane.done.union(excluded).from_(lane.taken)
 
-    def place(self, position: int) -> str | None:
-        """Return the row at a position of the state's epoch, and its file."""
-        order = self.at(self.cursor.epoch, [])
-        if order is None or self.layout is None or self.order is None or position >= self.rows:
+    def next_place(self) -> str | None:
+        """Return the row at the state's position, and its file."""
+        order, position = self.at(self.cursor.epoch, []), self.cursor.position
+        if order is None or self.source is None or self.order is None or position >= self.rows:
             return None
-        row = int(self.order.selection.source_rows(order.chosen(np.array([position])))[0])
-        number = int(np.searchsorted(self.layout.file_starts, row, side="right")) - 1
-        return f"row {row - int(self.layout.file_starts[number])} of {self.files[number]}"
+        return self.source.place(int(self.order.selection.source_rows(order.chosen(np.array([position])))[0]))
 
 
-def of_dataset(state: Any, dataset: Dataset | Loader) -> KnownState:
-    resumed = load_global(state, dataset.pipeline)
-    pipeline = resumed.spec
-    source = pipeline.source
-    sizes = np.concatenate([block_bytes(index) for index in source.indexes])
-    return KnownState(
-        _without_done(resumed.cursor, pipeline.undelivered(resumed.cursor.epoch, resumed.cursor.lane)),
-        pipeline.rows,
-        pipeline.order,
-        source.layout,
-        sizes,
-        source.bytes_per_row,
-        source.fetched,
-        "dataset",
-        tuple(source.name(file) for file in source.files),
-        excluded=pipeline.excluded[0] if pipeline.excluded else EMPTY,
-    )
+def of_dataset(state: Any, dataset: Dataset | Loader, planning: Planning | None = None) -> KnownState:
+    """Return a state with the order and source of a dataset. Raise as ``load_state_dict`` does if they do not match."""
+    resumed = load_global(state, dataset.pipeline, (), planning)
+    spec = resumed.spec
+    excluded = spec.excluded[0] if spec.excluded else EMPTY
+    data = (spec.rows, spec.order, spec.source, excluded, spec.source.fetched)
+    return KnownState(resumed.cursor, *data, "dataset", spec)
 
 
 def of_index(state: Any, index_dir: str | os.PathLike[str] | None) -> KnownState:
+    """Return a state with the order that it describes, and the source with its fingerprint on this machine."""
     state = one_of(state, Shard())
-    parse(state)
-    if state.get("workers") or state.get("shard") is not None:
+    saved = parse(state)
+    if saved["workers"] or saved["shard"] is not None:
         raise StateError("this is the state of one worker or shard, which fits only the same number of them.")
-    saved, order = parse(state), _order(state)
-    cursor, excluded = saved.cursor, excluded_from_json(saved["excluded"], 1)
-    if cursor.position > state["rows"] or (order is not None and len(order) != state["rows"]):
+    order, cursor, excluded = _order(state), saved.cursor, excluded_from_json(saved["excluded"], 1)
+    if cursor.position > saved["rows"] or (order is not None and len(order) != saved["rows"]):
         raise StateError(
-            f"the state is damaged: position {cursor.position} of {state['rows']} rows, selection {state['selection']}."
+            f"the state is damaged: position {cursor.position} of {saved['rows']} rows, selection {saved['selection']}."
         )
-    folder = default_index_dir() if index_dir is None else Path(index_dir).expanduser()
-    index = _index_of(state["data"], folder)
+    index = _index_of(saved["data"], default_index_dir() if index_dir is None else Path(index_dir).expanduser())
+    known = KnownState(cursor, saved["rows"], order, None, excluded[0] if excluded else EMPTY, False, "nothing")
     if index is None:
-        note = "its data was not found among the indexes on this machine, so it was not checked against any."
-        known = KnownState(cursor, state["rows"], order, None, None, None, False, "nothing", notes=(note,))
-        return _without(known, excluded)
-    files = np.concatenate([[0], np.cumsum(index.files.rows)])
-    total = int(files[-1])
-    row_bytes = index.row_bytes or int(index.files.size.sum()) / max(1, total)
-    fetched = index.ends is not None and index.format.partition(":")[0] not in ("tokens", "megatron")
-    known = KnownState(
-        cursor,
-        state["rows"],
-        order,
-        SourceLayout(index.starts, files),
-        block_bytes(index),
-        row_bytes,
-        fetched,
-        "index",
-        tuple(index.files.paths),
-    )
-    return _without(known, excluded)
-
-
-def _without(known: KnownState, excluded: Excluded) -> KnownState:
-    """Return what is known of a state without the rows that are excluded, if their positions can be computed."""
-    if not excluded:
         return known
-    known = replace(known, excluded=excluded[0])
-    lane = known.cursor.lane
-    done = lane.done.union(known.excluded_at(known.cursor.epoch)).from_(lane.taken)
-    return replace(known, cursor=_without_done(known.cursor, done))
-
-
-def _without_done(cursor: Cursor, done: Intervals) -> Cursor:
-    """Return a cursor of rows with what is not delivered after it."""
-    return Cursor.at_row(cursor.epoch, replace(cursor.lane, excluded=done, ahead=EMPTY), cursor.steps)
+    fetched = index.ends is not None and index.format.partition(":")[0] not in ("tokens", "megatron")
+    return replace(known, source=Source((index,)), fetched=fetched, checked="index")
 
 
 def _order(state: Mapping[str, Any]) -> Order | None:
@@ -167,13 +120,11 @@ def _index_of(fingerprint: str, folder: Path) -> Index | None:
     return gone
 
 
-def block_bytes(index: Index) -> Int64Array:
+def block_bytes(source: Source) -> Int64Array:
     """Return the approximate bytes of each block in its file: the share of its rows."""
-    if not index.files:
-        return np.zeros(0, dtype=np.int64)
-    rows = np.diff(index.starts)
-    owner = np.repeat(np.arange(len(index.files)), index.files.blocks)
-    share = index.files.size / np.maximum(1, index.files.rows)
+    rows = np.diff(source.layout.block_starts)
+    owner = np.repeat(np.arange(len(source.files)), source.files.blocks)
+    share = source.files.size / np.maximum(1, source.files.rows)
     return np.asarray(rows * share[owner], dtype=np.int64)
 
 

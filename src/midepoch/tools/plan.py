@@ -104,88 +104,41 @@ def plan_resume(
         raise ValueError(f"{size} ranks cannot be spread evenly over {machines} machines")
     if last_batch is None:
         last_batch = dataset.last_batch if isinstance(dataset, Loader) else "uneven"
-    saved = [parse(one) for one in (state if isinstance(state, (list, tuple)) else [state]) if isinstance(one, Mapping)]
-    planned = bool(saved) and bool(saved[0]["budget"]) and not saved[0].in_lanes
-    if batch_size is None and not planned:
+    first = state[0] if isinstance(state, (list, tuple)) and state else state
+    saved = parse(first) if isinstance(first, Mapping) else None
+    by_tokens = saved is not None and bool(saved["budget"]) and not saved.in_lanes
+    if batch_size is None and not by_tokens:
         raise TypeError("plan_resume() needs batch_size, the rows of each rank at a step.")
-    options = Options(1 if planned else integer(batch_size, "plan(batch_size=…)", 1), last_batch=last_batch)
+    options = Options(1 if by_tokens else integer(batch_size, "plan(batch_size=…)", 1), last_batch=last_batch)
+    steps = integer(steps, "plan(steps=…)")
     try:
-        if planned:
-            return plan_batches(state, dataset, options, size, integer(steps, "plan(steps=…)"))
-        if saved and saved[0].in_lanes:
-            return plan_lanes(state, dataset, options, size, machines)
-        known = of_dataset(state, dataset) if dataset is not None else of_index(state, index_dir)
-        check_drop(known.rows, options, size)
-        check_equal_steps(
-            _steps_of(known, options, size),
-            options,
-            Shard(0, size),
-        )
+        if saved is not None and saved.in_lanes:
+            return _plan_lanes(state, dataset, options, size, machines)
+        if by_tokens and dataset is None:
+            return _plan_without_lengths(state)
+        if by_tokens:
+            options = replace(options, planning=_planning(state, dataset))
+        known = of_dataset(state, dataset, options.planning) if dataset is not None else of_index(state, index_dir)
+        return _plan_steps(known, options, size, steps, machines)
     except (StateError, WorldError, ValueError) as problem:
         return ResumePlan(False, str(problem), "dataset" if dataset is not None else "nothing")
-    return _plan(known, options, size, integer(steps, "plan(steps=…)"), machines)
 
 
-def plan_batches(state: Any, dataset: Dataset | Loader | None, options: Options, ranks: int, steps: int) -> ResumePlan:
-    """Plan the resume of batches by tokens, by the lengths of the rows."""
-    if dataset is None:
-        found = parse(one_of(state, Shard()))
-        note = "steps of batches by max_tokens depend on the lengths of rows. Pass the loader or dataset to see them."
-        return ResumePlan(True, None, "nothing", found["epoch"], found.rows_before, found["rows"], notes=(note,))
-    planning = dataset.options.planning if isinstance(dataset, Loader) else _planning_of(state, dataset)
-    if planning is None:
-        raise ValueError("the state is of batches by max_tokens, and the loader has none. Pass max_tokens to it.")
-    resumed = load_global(state, dataset.pipeline, (), planning)
-    spec, cursor, notes = resumed.spec, resumed.cursor, []
-    shards = [replace(spec, shard=Shard(rank, ranks)) for rank in range(ranks)]
-    options = replace(options, planning=planning)
-    plan = _token_plan(shards[0], options, cursor)
-    if not plan.has(0):
-        notes.append(f"epoch {cursor.epoch} is over: it continues with epoch {cursor.epoch + 1}.")
-        cursor = cursor.next_epoch()
-        plan = _token_plan(shards[0], options, cursor)
-    order = spec.leaf.order.at(cursor.epoch, spec.source.layout)
-    batches = []
-    for step in range(steps):
-        if plan.has(step):
-            asked = [plan.ask([step], each.shard).positions for each in shards]
-            batches.append(tuple(tuple(order.chosen(positions).tolist()) for positions in asked))
-    lane = cursor.lane
-    before, total = plan.rows_before(lane.taken), plan.count()
-    excluded = lane.done.count(lane.taken, total)
-    left = total - lane.taken - excluded
-    whole = _token_plan(shards[0], options, Cursor(cursor.epoch)).count()
-    own = [
-        MachineReads((0, ranks - 1), spec.rows - before, None, int((spec.rows - before) * spec.source.bytes_per_row))
-    ]
-    return ResumePlan(
-        accepted=True,
-        problem=None,
-        checked="dataset",
-        epoch=cursor.epoch,
-        position=before,
-        rows=spec.rows,
-        global_batch=ranks,
-        steps_left=-(-left // ranks),
-        steps_per_epoch=-(-whole // ranks),
-        ranks_left_out=-left % ranks if options.last_batch == "uneven" else 0,
-        batches=tuple(batches),
-        machines=tuple(own),
-        notes=(*notes, "the global batch counts batches by max_tokens, one for each rank."),
-        excluded=excluded,
-    )
+def _plan_without_lengths(state: Any) -> ResumePlan:
+    saved = parse(one_of(state, Shard()))
+    note = "steps of batches by max_tokens depend on the lengths of rows. Pass the loader or dataset to see them."
+    return ResumePlan(True, None, "nothing", saved["epoch"], saved.rows_before, saved["rows"], notes=(note,))
 
 
-def _token_plan(spec: PipelineSpec, options: Options, cursor: Cursor) -> TokenPlan:
-    plan = make_plan(spec, options, cursor)
-    assert isinstance(plan, TokenPlan)
-    return plan
-
-
-def _planning_of(state: Any, dataset: Dataset) -> Planning:
-    """Return the settings of the batches in a state, of a dataset whose column they are counted by."""
+def _planning(state: Any, dataset: Dataset | Loader | None) -> Planning:
+    """Return the settings of batches by tokens: those of a loader, or of the state by a column of the dataset."""
+    if isinstance(dataset, Loader):
+        if dataset.options.planning is None:
+            raise ValueError("the state is of batches by max_tokens, and the loader has none. Pass max_tokens to it.")
+        return dataset.options.planning
+    assert dataset is not None
     text = parse(one_of(state, Shard()))["budget"]
-    budget = Budget(1, length=json.loads(text)[-1]).earlier(text) if text else None
+    budget = Budget(1, length=json.loads(text)[-1]).earlier(text)
     name = None if budget is None else dataset.pipeline.base.stored_column(budget.length)[0]
     if budget is None or name is None:
         raise ValueError("the settings of batches by max_tokens are not in this state. Pass the loader.")
@@ -193,38 +146,93 @@ def _planning_of(state: Any, dataset: Dataset) -> Planning:
     return Planning(budget, found, found.total / max(1, len(found)))
 
 
-def plan_lanes(state: Any, dataset: Dataset | Loader | None, options: Options, ranks: int, machines: int) -> ResumePlan:
+def _plan_steps(known: KnownState, options: Options, ranks: int, steps: int, machines: int) -> ResumePlan:
+    """Plan the resume of steps whose positions can be computed, by the plan that a loader makes."""
+    cursor, notes = known.cursor, []
+    if known.checked == "nothing":
+        notes.append("its data was not found among the indexes on this machine, so it was not checked against any.")
+    check_drop(known.rows, options, ranks)
+    plan, later = (_plan_from(one, known, options, ranks) for one in (cursor, cursor.next_epoch()))
+    check_equal_steps(plan, options, Shard(0, ranks))
+    if cursor.begun and not plan.has(0):
+        notes.append(f"epoch {cursor.epoch} is over: it continues with epoch {cursor.epoch + 1}.")
+        cursor, plan = cursor.next_epoch(), later
+    order = known.at(cursor.epoch, notes)
+    batches: list[tuple[tuple[int, ...], ...]] = []
+    while order is not None and len(batches) < steps and plan.has(len(batches)):
+        positions = [plan.ask([len(batches)], Shard(rank, ranks)).positions for rank in range(ranks)]
+        batches.append(tuple(tuple(order.chosen(mine).tolist()) for mine in positions))
+    taken = cursor.lane.taken
+    position = plan.rows_before(taken)
+    common = ResumePlan(
+        accepted=True,
+        problem=None,
+        checked=known.checked,
+        epoch=cursor.epoch,
+        position=position,
+        rows=known.rows,
+        global_batch=options.batch_size * ranks,
+        steps_left=len(plan),
+        steps_per_epoch=len(later),
+        batches=tuple(batches),
+    )
+    if isinstance(plan, Plan):
+        own = [range(m * ranks // machines, (m + 1) * ranks // machines) for m in range(machines)]
+        return replace(
+            common,
+            dropped=plan.done.before(known.rows) - plan.end,
+            padded=plan.padding,
+            ranks_left_out=plan.left_out(ranks),
+            machines=tuple(_reading(known, order, plan, ranks, one) for one in own),
+            notes=tuple(notes),
+            excluded=known.undelivered(cursor).count(taken, known.rows),
+        )
+    assert known.source is not None
+    left, excluded = known.rows - position, cursor.lane.done.count(taken, plan.count())
+    return replace(
+        common,
+        ranks_left_out=-(plan.count() - taken - excluded) % ranks if options.last_batch == "uneven" else 0,
+        machines=(MachineReads((0, ranks - 1), left, None, int(left * known.source.bytes_per_row)),),
+        notes=(*notes, "the global batch counts batches by max_tokens, one for each rank."),
+        excluded=excluded,
+    )
+
+
+def _plan_from(cursor: Cursor, known: KnownState, options: Options, ranks: int) -> Plan | TokenPlan:
+    if known.spec is not None:
+        return make_plan(replace(known.spec, shard=Shard(0, ranks)), options, cursor)
+    return Plan.of(cursor, known.rows, options.batch_size, ranks, options.last_batch, known.undelivered(cursor))
+
+
+def _plan_lanes(
+    state: Any, dataset: Dataset | Loader | None, options: Options, ranks: int, machines: int
+) -> ResumePlan:
     """Plan the resume of a pipeline that changes the number of rows, by what is left of its lanes."""
+    size, notes = options.batch_size * ranks, []
     if dataset is None:
-        return _plan_without_data(state, options, ranks)
-    whole_state = load_global(state, dataset.pipeline)
-    spec, cursor = whole_state.spec, whole_state.cursor
-    notes = []
+        saved = parse(state[0] if isinstance(state, (list, tuple)) else state)
+        note = "its pipeline was not checked: what is left of its sources is known with the dataset only (--dataset)."
+        lanes, at = _lanes_of_ranks(saved["lanes"], ranks), (saved["epoch"], saved["position"])
+        return ResumePlan(True, None, "nothing", *at, global_batch=size, lanes=lanes, notes=(note,))
+    resumed = load_global(state, dataset.pipeline)
+    spec, cursor = resumed.spec, resumed.cursor
     if cursor.lanes_ended:
         notes.append(f"epoch {cursor.epoch} is over: it continues with epoch {cursor.epoch + 1}.")
         cursor = cursor.next_epoch()
-    shares = [Share.of(spec.lanes, Shard(rank, ranks)) for rank in range(ranks)]
     for rank in range(ranks):
         spec.check_known(cursor, Shard(rank, ranks))
     if spec.lanes % ranks:
         notes.append(
             f"{ranks} ranks do not divide {spec.lanes} lanes: some lanes are run by several ranks, each completely."
         )
-    lanes = [tuple(share.lanes.positions(0, spec.lanes).tolist()) for share in shares]
+    lanes = _lanes_of_ranks(spec.lanes, ranks)
     total = spec.epoch_outputs or estimated_length(spec.node, cursor, spec.lanes)
-    size = options.batch_size * ranks
     excluded = sum(len(lane.done) for lane in cursor.lanes.values())
-    steps = 0 if total is None else max(0, -(-round(total - cursor.position - excluded) // size))
-    notes.append(
-        "the number of steps left is an estimate" if total is not None else "the number of steps left is not known"
-    )
-    each = ranks // machines
-    readings = []
-    for machine in range(machines):
-        mine = range(machine * each, (machine + 1) * each)
-        readings.append(
-            _left_of_lanes(spec, cursor, (mine.start, mine.stop - 1), sorted({n for r in mine for n in lanes[r]}))
-        )
+    notes.append(f"the number of steps left is {'an estimate' if total is not None else 'not known'}")
+    each, readings = ranks // machines, []
+    for first in range(0, ranks, each):
+        own = sorted({lane for rank in range(first, first + each) for lane in lanes[rank]})
+        readings.append(_left_of_lanes(spec, cursor, (first, first + each - 1), own))
     return ResumePlan(
         accepted=True,
         problem=None,
@@ -233,33 +241,18 @@ def plan_lanes(state: Any, dataset: Dataset | Loader | None, options: Options, r
         position=cursor.position,
         rows=0 if total is None else round(total),
         global_batch=size,
-        steps_left=steps,
+        steps_left=0 if total is None else max(0, -(-round(total - cursor.position - excluded) // size)),
         steps_per_epoch=0 if total is None else -(-round(total) // size),
-        lanes=tuple(lanes),
+        lanes=lanes,
         machines=tuple(readings),
         notes=tuple(notes),
         excluded=excluded,
     )
 
 
-def _plan_without_data(state: Any, options: Options, ranks: int) -> ResumePlan:
-    """Plan the resume of a pipeline in lanes by its state alone: who runs which lanes, and nothing of its sources."""
-    found = parse(state[0] if isinstance(state, (list, tuple)) else state)
-    lanes = [
-        tuple(Share.of(found["lanes"], Shard(rank, ranks)).lanes.positions(0, found["lanes"]).tolist())
-        for rank in range(ranks)
-    ]
-    note = "its pipeline was not checked: what is left of its sources is known with the dataset only (--dataset)."
-    return ResumePlan(
-        accepted=True,
-        problem=None,
-        checked="nothing",
-        epoch=found["epoch"],
-        position=found["position"],
-        global_batch=options.batch_size * ranks,
-        lanes=tuple(lanes),
-        notes=(note,),
-    )
+def _lanes_of_ranks(lanes: int, ranks: int) -> tuple[tuple[int, ...], ...]:
+    shares = (Share.of(lanes, Shard(rank, ranks)) for rank in range(ranks))
+    return tuple(tuple(share.lanes.positions(0, lanes).tolist()) for share in shares)
 
 
 def _left_of_lanes(spec: PipelineSpec, cursor: Cursor, ranks: tuple[int, int], lanes: list[int]) -> MachineReads:
@@ -284,71 +277,23 @@ def _left_of_lanes(spec: PipelineSpec, cursor: Cursor, ranks: tuple[int, int], l
             blocks.setdefault(place.leaf, set()).update(mine.tolist())
     for number, found in blocks.items():
         source = spec.leaves[number].source
-        if source.fetched:
-            sizes = np.concatenate([block_bytes(index) for index in source.indexes])
-            size += float(sizes[sorted(found)].sum())
+        size += float(block_bytes(source)[sorted(found)].sum()) if source.fetched else 0
     return MachineReads(ranks, rows, sum(map(len, blocks.values())), int(size))
-
-
-def _steps_of(known: KnownState, options: Options, ranks: int) -> Plan:
-    at = known.cursor
-    return Plan.of(at, known.rows, options.batch_size, ranks, options.last_batch, at.lane.done)
-
-
-def _plan(known: KnownState, options: Options, ranks: int, steps: int, machines: int) -> ResumePlan:
-    epoch, position = known.cursor.epoch, known.cursor.position
-    notes = list(known.notes)
-    size = options.batch_size * ranks
-    plan = _steps_of(known, options, ranks)
-    following = known.cursor.next_epoch()
-    excluded = known.excluded_at(epoch + 1)
-    later = Plan.of(following, known.rows, options.batch_size, ranks, options.last_batch, excluded)
-    if position and not len(plan):
-        notes.append(f"epoch {epoch} is over: it continues with epoch {epoch + 1}.")
-        epoch, position, plan = epoch + 1, 0, later
-    batches: list[tuple[tuple[int, ...], ...]] = []
-    order = known.at(epoch, notes)
-    for step in range(min(steps, len(plan)) if order is not None else 0):
-        positions = [plan.ask([step], Shard(rank, ranks)).positions for rank in range(ranks)]
-        assert order is not None
-        batches.append(tuple(tuple(order.chosen(mine).tolist()) for mine in positions))
-    readings = [
-        _reading(known, order, plan, ranks, range(m * ranks // machines, (m + 1) * ranks // machines))
-        for m in range(machines)
-    ]
-    return ResumePlan(
-        accepted=True,
-        problem=None,
-        checked=known.checked,
-        epoch=epoch,
-        position=position,
-        rows=known.rows,
-        global_batch=size,
-        steps_left=len(plan),
-        steps_per_epoch=len(later),
-        dropped=plan.done.before(known.rows) - plan.end,
-        padded=plan.padding,
-        ranks_left_out=plan.left_out(ranks),
-        batches=tuple(batches),
-        machines=tuple(readings),
-        notes=tuple(notes),
-        excluded=plan.done.count(plan.first_position(0), known.rows) + plan.first_position(0) - position,
-    )
 
 
 def _reading(known: KnownState, order: EpochOrder | None, plan: Plan, ranks: int, own: range) -> MachineReads:
     """Return the reads of some ranks until the end of the epoch, by the blocks of the lanes that they read."""
     rows = sum(Shard(r, ranks).before(plan.end) - Shard(r, ranks).before(plan.start) for r in own)
     span = (own.start, own.stop - 1)
-    if order is None or known.layout is None or known.order is None or known.block_bytes is None:
-        return MachineReads(span, rows, None, None if known.row_bytes is None else int(rows * known.row_bytes))
+    if order is None or known.source is None or known.order is None:
+        return MachineReads(span, rows, None, None if known.source is None else int(rows * known.source.bytes_per_row))
     uses = order.uses()
     wanted = (uses.last >= plan.start) & (uses.first < plan.rows)
     if known.order.lanes % ranks == 0:
         wanted &= (uses.lane < 0) | np.isin(uses.lane % ranks, list(own))
     blocks = np.unique(uses.blocks[wanted])
     # Mapped files are read row by row; blocks that are fetched or decoded, completely and once for each machine.
-    size = int(known.block_bytes[blocks].sum())
+    size = int(block_bytes(known.source)[blocks].sum())
     return MachineReads(
-        span, rows, len(blocks), size if known.fetched else min(size, int(rows * (known.row_bytes or 0)))
+        span, rows, len(blocks), size if known.fetched else min(size, int(rows * known.source.bytes_per_row))
     )
