@@ -121,8 +121,6 @@ def test_rows_are_those_of_the_run(schedule: Schedule, rows: list[int], ranks: i
         assert found == [wanted["taken"][phase.name, name] for name in names]
     assert {names[event.source]: event.position for event in run.events} == wanted["missed"]
     assert (run.end[1] if run.end else None) == wanted["end"]
-    for before, after in zip(run.stretches, run.stretches[1:], strict=False):
-        assert before.stop == after.start
     # By shares alone: rounding, and spans of up to 1,000 rows, make the difference.
     even = estimated(schedule, names, limits, [1.0] * len(names))
     if not schedule.max_passes:
@@ -171,11 +169,6 @@ def test_the_report_of_a_schedule_in_rows(datasets: dict[str, Any]) -> None:
     place = int(np.flatnonzero(labels == 2)[20])  # the first draw without a row
     assert (cap.source, cap.max_passes, cap.phase, cap.position) == ("c", 1, "second", 40 + place)
     assert cap.step == 10 + place // 8 and cap.shares == {"a": 1.0}
-    assert [(one.phase, one.start, one.stop) for one in plan.stretches] == [
-        (0, 0, 40),
-        (1, 40, 40 + place),
-        (1, 40 + place, 120),
-    ]
 
 
 def simulated_tokens(
@@ -327,7 +320,7 @@ def test_phases_that_cannot_be_filled_and_phases_without_an_end(datasets: dict[s
     plan = plan_schedule(endless, {name: datasets[name] for name in ("a", "b")})
     assert "phase 'one' has no end" in plan.notes[0] and plan.problem is None
     assert [(use.rows, use.passes, use.share) for use in plan.totals] == [(40, 1.0, 0.0), (None, None, 1.0)]
-    assert plan.stretches[-1].stop is None and plan.phases[0].rows is None
+    assert plan.phases[-1].stop is None and plan.phases[0].rows is None
 
 
 def test_many_rows_are_estimated(monkeypatch: pytest.MonkeyPatch) -> None:

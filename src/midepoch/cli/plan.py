@@ -10,7 +10,6 @@ import typer
 from rich.text import Text
 
 from midepoch.cli import common
-from midepoch.cli.common import printable
 from midepoch.cli.data import Format, Made, Storage, data_of_state, is_path, made_by, open_data
 from midepoch.errors import DataNotFoundError
 from midepoch.storage.address import Address
@@ -48,11 +47,7 @@ def plan_file(
     model = None if tokenizer is None else _tokenizer(tokenizer)
     plan = plan_schedule(schedule, datasets, column=columns[0] if columns else by_name, tokenizer=model, **options)
     if as_json:
-        stretches = [
-            {**one._asdict(), "phase": plan.phases[one.phase].name, "shares": _by_name(plan, one.shares)}
-            for one in plan.stretches
-        ]
-        common.print_json({"schedule": path, **asdict(plan), "stretches": stretches})
+        common.print_json({"schedule": path, **asdict(plan)})
     else:
         _show_schedule(plan)
     if plan.problem is not None or plan.unchecked:
@@ -105,10 +100,6 @@ def _pairs(given: Sequence[str] | None, option: str, value: str) -> dict[str, st
     return found
 
 
-def _by_name(plan: SchedulePlan, shares: Sequence[float]) -> dict[str, float]:
-    return {use.source: share for use, share in zip(plan.totals, shares, strict=True)}
-
-
 def _show_schedule(plan: SchedulePlan) -> None:
     total = plan.phases[-1].stop
     length = "no end" if total is None else f"{total:,} {plan.unit}"
@@ -127,17 +118,17 @@ def _show_schedule(plan: SchedulePlan) -> None:
         for one in plan.phases
     )
     common.print_table(phases, title="phases", right=("steps", "batch", "length", "rows", "tokens"))
-    names = [use.source for use in plan.totals]
-    for line in drawn(plan, names, common.console.width, common.console.options.ascii_only):
+    for line in _bars(plan, common.console.width, common.console.options.ascii_only):
         common.say(line)
     common.print_table(_consumption(plan), title="consumption", right=("share", "rows", "tokens", "passes"))
+    names = [use.source for use in plan.totals]
     for cap in plan.caps:
         step = "" if cap.step is None else f", step {cap.step:,}"
         shares = [f"{name} {100 * share:.1f} %" for name, share in cap.shares.items()]
         rest = f"its share goes to the others: {', '.join(shares)}" if shares else "no other source is left"
         passes = common.counted(cap.max_passes, "pass").replace("passs", "passes")
         where = f"in phase {cap.phase!r} at {cap.position:,} {plan.unit}{step}"
-        common.say((cap.source, style_of(names.index(cap.source))), f" reaches its limit of {passes} {where}; {rest}")
+        common.say((cap.source, _style(names.index(cap.source))), f" reaches its limit of {passes} {where}; {rest}")
     for note in plan.notes:
         common.say(("note: ", "yellow"), note)
     if plan.problem is not None:
@@ -153,7 +144,7 @@ def _consumption(plan: SchedulePlan) -> Iterator[dict[str, Any] | None]:
             of = caps.get(use.source, "") if uses is plan.totals else ""
             yield {
                 "phase": "" if number else phase,
-                "source": (use.source, style_of(names.index(use.source))),
+                "source": (use.source, _style(names.index(use.source))),
                 "share": f"{100 * use.share:.1f} %",
                 "rows": _amount(use.rows, plan.exact),
                 "tokens": _amount(use.tokens, False),
@@ -176,85 +167,32 @@ def _amount(number: int | None, exact: bool) -> str:
 
 _STYLES = ("cyan", "magenta", "yellow", "green", "blue", "red")
 _FILLS, _ASCII_FILLS = "█▒░▓▚▤▥▦", "#.+=o*x%"
-_HEIGHT, _WIDEST, _MARGIN = 10, 100, 7
+_WIDEST, _LONGEST = 100, 20
 
 
-def style_of(source: int) -> str:
+def _style(source: int) -> str:
     """Return the colour of a source, by its number."""
     return _STYLES[source % len(_STYLES)]
 
 
-def drawn(plan: SchedulePlan, names: Sequence[str], width: int, ascii_only: bool) -> list[Text]:
-    """Return the lines of a picture: stacked shares of the rows from left to right, phases below them, and a legend.
-
-    Every phase is wide enough for its name, if there is room. Otherwise widths are in proportion to lengths.
-    """
+def _bars(plan: SchedulePlan, width: int, ascii_only: bool) -> Iterator[Text]:
+    """Yield a bar for each phase, with the shares of its rows, and a legend."""
     fills = _ASCII_FILLS if ascii_only else _FILLS
-    bar, corner, dash, cross = "|+-+" if ascii_only else "│└─┴"
-    widths = phase_widths(plan, max(len(plan.phases), min(width, _WIDEST) - _MARGIN))
-    columns = [
-        _stacked(_shares_at(plan, number, (column + 0.5) / size))
-        for number, size in enumerate(widths)
-        for column in range(size)
-    ]
-    lines = [Text("share of rows over the run", "italic")]
-    for row in range(_HEIGHT):
-        label = {0: "100 %", _HEIGHT // 2: "50 %"}.get(row, "")
-        line = Text(f"{label:>{_MARGIN - 2}} {bar}")
-        for column in columns:
-            source = column[_HEIGHT - 1 - row]
-            line.append(*(" ", "") if source is None else (fills[source % len(fills)], style_of(source)))
-        lines.append(line)
-    axis = "".join(dash * (size - 1) + cross for size in widths)
-    lines.append(Text(f"{'0 %':>{_MARGIN - 2}} {corner}{axis[:-1]}{dash}"))
-    shown = [printable(phase.name)[: size - 1].ljust(size) for phase, size in zip(plan.phases, widths, strict=True)]
-    lines.append(Text(" " * _MARGIN + "".join(shown).rstrip()))
-    legend = Text(" " * _MARGIN)
-    for number, name in enumerate(names):
-        legend.append(fills[number % len(fills)] * 2, style_of(number))
-        legend.append(f" {printable(name)}   ")
-    legend.rstrip()
-    lines.append(legend)
-    return lines
-
-
-def phase_widths(plan: SchedulePlan, width: int) -> list[int]:
-    """Return the columns of each phase. A phase without an end is as long as the mean of the others."""
-    known = [phase.stop - phase.start for phase in plan.phases if phase.stop is not None]
-    usual = max(1, sum(known) // len(known)) if known else 1
-    lengths = [usual if phase.stop is None else phase.stop - phase.start for phase in plan.phases]
-    least = [len(phase.name) + 1 for phase in plan.phases]
-    if sum(least) > width:
-        least = [1] * len(lengths)
-    free, total = width - sum(least), sum(lengths)
-    # The widest phases give way to names: what is left over is shared by those that need more than their name.
-    wanted = [max(0.0, width * length / total - size) for length, size in zip(lengths, least, strict=True)]
-    scale = free / sum(wanted) if sum(wanted) else 0.0
-    return [size + int(more * scale) for size, more in zip(least, wanted, strict=True)]
-
-
-def _shares_at(plan: SchedulePlan, phase: int, part: float) -> Sequence[float]:
-    """Return the shares at a part of a phase, or none after the end of the run."""
-    about = plan.phases[phase]
-    stretches = [one for one in plan.stretches if one.phase == phase]
-    if not stretches:
-        return ()
-    end = about.stop
-    if end is None:  # the part without an end is half of the phase
-        last = stretches[-1]
-        end = last.stop if last.stop is not None else max(2 * last.start - about.start, last.start + 1)
-    position = about.start + part * (end - about.start)
-    return next((one.shares for one in stretches if one.stop is None or position < one.stop), ())
-
-
-def _stacked(shares: Sequence[float]) -> list[int | None]:
-    """Return the source of each cell of a column, from the bottom."""
-    cells: list[int | None] = []
-    total = 0.0
-    for source, share in enumerate(shares):
-        total += share
-        cells += [source] * (round(total * _HEIGHT) - len(cells))
-    return cells + [None] * (_HEIGHT - len(cells))
+    names = [common.printable(phase.name)[:_LONGEST] for phase in plan.phases]
+    margin = max(map(len, names)) + 1
+    room = max(1, min(width, _WIDEST) - margin)
+    yield Text("share of rows", "italic")
+    for name, phase in zip(names, plan.phases, strict=True):
+        line, end = Text(name.ljust(margin)), 0.0
+        for number, use in enumerate(phase.uses):
+            end += use.share
+            line.append(fills[number % len(fills)] * (margin + round(end * room) - len(line)), _style(number))
+        yield line
+    legend = Text(" " * margin)
+    for number, use in enumerate(plan.totals):
+        legend.append(fills[number % len(fills)] * 2, _style(number))
+        legend.append(f" {common.printable(use.source)}   ")
+    yield legend
 
 
 _RANKS, _ROWS = 8, 12

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -39,15 +40,6 @@ _SAMPLE = 1000
 """Rows of a source that are tokenized: means of web pages are then known within about 10 %."""
 
 
-class ConstantShares(NamedTuple):
-    """Shares of the sources from one change of the weights to the next. ``stop`` is None without an end."""
-
-    phase: int
-    start: int
-    stop: int | None
-    shares: tuple[float, ...]
-
-
 class Event(NamedTuple):
     """The end of the last pass over a source, and the shares from there on."""
 
@@ -57,44 +49,34 @@ class Event(NamedTuple):
     shares: tuple[float, ...]
 
 
-@dataclass(frozen=True)
+@dataclass
 class SimulatedRun:
-    """The draws of a run. Infinite numbers are those of a phase without an end."""
+    """The draws of a run, or of one of its lanes. Infinite numbers are those of a phase without an end."""
 
     rows: FloatArray
     """Draws by phase and source."""
     taken: FloatArray
     """The same in the unit of the schedule."""
-    stretches: tuple[ConstantShares, ...]
-    events: tuple[Event, ...]
-    end: tuple[int, int] | None
+    endless: tuple[float, ...] | None = None
+    """Shares of the sources in the part without an end, if there is one."""
+    events: list[Event] = field(default_factory=list)
+    end: tuple[int, float] | None = None
     """Phase and position at which all sources are used up, if that comes before the end of the schedule."""
 
 
-class _Draws(Protocol):
-    """Draws with constant weights, up to the next change of the schedule."""
-
-    def first_beyond(self, left: Mapping[int, float]) -> tuple[float, int] | None:
-        """Return the amount before the first draw for which a source has no rows left, and that source."""
-
-    def rows(self, amount: float) -> FloatArray:
-        """Return the rows of each source in the first ``amount``."""
-
-
-_Make = Callable[[tuple[float, ...], float | None, int], _Draws]
-
-
 class _Exact:
-    """Draws as the run makes them."""
+    """Draws as the run makes them, with constant weights, up to the next change of the schedule."""
 
     def __init__(self, turns: Turns) -> None:
         self._turns = turns
 
     def first_beyond(self, left: Mapping[int, float]) -> tuple[float, int] | None:
+        """Return the amount before the first draw for which a source has no rows left, and that source."""
         draws = ((draw_of(self._turns, source, int(rows)), source) for source, rows in left.items())
         return min(((draw, source) for draw, source in draws if draw is not None), default=None)
 
     def rows(self, amount: float) -> FloatArray:
+        """Return the rows of each source in the first ``amount``."""
         return count(self._turns, int(amount)).astype(np.float64)
 
 
@@ -114,17 +96,6 @@ class _Even:
         return self._rows_per_unit * amount
 
 
-@dataclass
-class _Lane:
-    """The course of one lane of a run. Positions are those of the lane."""
-
-    rows: FloatArray
-    taken: FloatArray
-    stretches: list[ConstantShares] = field(default_factory=list)
-    events: list[Event] = field(default_factory=list)
-    end: tuple[int, float] | None = None
-
-
 def drawn(
     schedule: Schedule, names: Sequence[str], limits: Sequence[Limit], ranks: int, seed: int
 ) -> SimulatedRun | None:
@@ -133,15 +104,9 @@ def drawn(
     segments = len(schedule.segments(names, Shard()).stops)
     if last > _EXACT_ROWS or ranks * segments > _EXACT_STRETCHES:
         return None
-    lanes = []
-    for index in range(ranks):
-        lane = Shard(index, ranks)
-        lefts = [None if limit is None else limit[0] * lane.before(limit[1]) for limit in limits]
-
-        def make(weights: tuple[float, ...], length: float | None, number: int, index: int = index) -> _Draws:
-            return _Exact(Turns(weights, None if length is None else int(length), seed, 0, index, number))
-
-        lanes.append(_run(schedule, names, lane, lefts, make, [1.0] * len(names)))
+    lanes = [
+        _simulated(schedule, names, Shard(index, ranks), limits, [1.0] * len(names), seed) for index in range(ranks)
+    ]
     return _joined(lanes, ranks)
 
 
@@ -149,26 +114,22 @@ def estimated(
     schedule: Schedule, names: Sequence[str], limits: Sequence[Limit], means: Sequence[float]
 ) -> SimulatedRun:
     """Return the draws of a schedule by shares and mean lengths. In a schedule of rows all lengths are 1."""
-    lefts = [None if limit is None else limit[0] * limit[1] for limit in limits]
     means = means if schedule.unit == "tokens" else [1.0] * len(names)
-
-    def make(weights: tuple[float, ...], length: float | None, _: int) -> _Draws:
-        return _Even(weights, length, means)
-
-    return _joined([_run(schedule, names, Shard(), lefts, make, means)], 1)
+    return _joined([_simulated(schedule, names, Shard(), limits, means, None)], 1)
 
 
-def _run(
+def _simulated(
     schedule: Schedule,
     names: Sequence[str],
     lane: Shard,
-    limits: Sequence[int | None],
-    make: _Make,
+    limits: Sequence[Limit],
     means: Sequence[float],
-) -> _Lane:
+    seed: int | None,
+) -> SimulatedRun:
+    """Return the draws of a lane, with its own positions. Without a seed, they are in proportion to the weights."""
     shape = (len(schedule.plan), len(names))
-    found = _Lane(np.zeros(shape), np.zeros(shape))
-    left = {source: float(limit) for source, limit in enumerate(limits) if limit is not None}
+    found = SimulatedRun(np.zeros(shape), np.zeros(shape))
+    left = {n: float(limit[0] * lane.before(limit[1])) for n, limit in enumerate(limits) if limit is not None}
     spent: set[int] = set()
     position: float = 0
     segments = schedule.segments(names, lane)
@@ -182,23 +143,22 @@ def _run(
                 found.end = (phase, position)
                 return found
             length = stop - position if stop < OPEN else None
-            draws = make(active, length, draw_number(segment, events))
+            if seed is None:
+                draws: _Even | _Exact = _Even(active, length, means)
+            else:
+                number, most = draw_number(segment, events), None if length is None else int(length)
+                draws = _Exact(Turns(active, most, seed, 0, lane.index, number))
             beyond = draws.first_beyond({source: rows for source, rows in left.items() if active[source]})
             if beyond is None and length is None:  # it has no end
-                endless = np.where(np.array(active) > 0, np.inf, 0.0)
-                found.rows[phase] += endless
-                found.taken[phase] += endless
-                found.stretches.append(ConstantShares(phase, round(position), None, shares(active)))
+                found.rows[phase, np.array(active) > 0] = np.inf
+                found.taken[phase, np.array(active) > 0] = np.inf
+                found.endless = shares(active)
                 return found
             amount = beyond[0] if beyond is not None else length or 0
             rows = draws.rows(amount)
             found.rows[phase] += rows
             found.taken[phase] += rows * np.array(means)
-            for source in left:
-                left[source] = max(0.0, left[source] - rows[source])
-            if amount:
-                end = position + amount if beyond is not None else stop
-                found.stretches.append(ConstantShares(phase, round(position), round(end), shares(active)))
+            left = {source: max(0.0, most - rows[source]) for source, most in left.items()}
             position = position + amount if beyond is not None else stop
             if beyond is not None:
                 spent.add(beyond[1])
@@ -208,24 +168,17 @@ def _run(
     return found
 
 
-def _joined(lanes: Sequence[_Lane], ranks: int) -> SimulatedRun:
+def _joined(lanes: Sequence[SimulatedRun], ranks: int) -> SimulatedRun:
     """Return the run of all lanes. Places are those of the first lane that reaches them, over all lanes."""
     events: dict[int, Event] = {}
-    for lane in lanes:
-        for event in lane.events:
-            position = event.position * ranks
-            if event.source not in events or position < events[event.source].position:
-                events[event.source] = event._replace(position=position)
-    stretches = tuple(
-        one._replace(start=one.start * ranks, stop=None if one.stop is None else one.stop * ranks)
-        for one in lanes[0].stretches
-    )
+    for event in sorted((event for lane in lanes for event in lane.events), key=lambda event: event.position):
+        events.setdefault(event.source, event._replace(position=event.position * ranks))
     ends = [(lane.end[0], round(lane.end[1] * ranks)) for lane in lanes if lane.end is not None]
     return SimulatedRun(
         np.sum([lane.rows for lane in lanes], axis=0),
         np.sum([lane.taken for lane in lanes], axis=0),
-        stretches,
-        tuple(sorted(events.values(), key=lambda event: (event.position, event.source))),
+        next((lane.endless for lane in lanes if lane.endless is not None), None),
+        sorted(events.values(), key=lambda event: (event.position, event.source)),
         min(ends, key=lambda end: end[1], default=None),
     )
 
@@ -295,8 +248,6 @@ class SchedulePlan:
     phases: tuple[PhaseUse, ...]
     totals: tuple[Use, ...]
     caps: tuple[Cap, ...]
-    stretches: tuple[ConstantShares, ...]
-    """Shares between two changes of the weights, in the order of the run."""
     problem: str | None
     notes: tuple[str, ...]
     errors: Mapping[str, float] = field(default_factory=dict)
@@ -352,9 +303,40 @@ def plan_schedule(
     exact = run is not None
     if run is None:
         run = estimated(schedule, names, limits, means or [1.0] * len(names))
-    rows_known = schedule.unit == "rows" or means is not None
-    plan = _report(schedule, names, sizes, run, ranks, exact, rows_known, notes)
-    return replace(plan, errors=errors, unchecked=unchecked)
+    uses = partial(_uses, schedule, names, sizes, run, schedule.unit == "rows" or means is not None)
+    phases = []
+    for number, one in enumerate(schedule.plan):
+        mine = uses(number)
+        rows, tokens = _sum(use.rows for use in mine), _sum(use.tokens for use in mine)
+        stop = one.stop if one.stop < OPEN else None
+        shape = (one.global_batch_size, one.sequence_length)
+        phases.append(PhaseUse(one.name, one.start, stop, one.steps, *shape, rows, tokens, mine))
+    used_up = tuple(
+        Cap(
+            names[event.source],
+            schedule.max_passes[names[event.source]],
+            schedule.plan[event.phase].name,
+            event.position,
+            _step(schedule, event.position),
+            {name: share for name, share in zip(names, event.shares, strict=True) if share},
+        )
+        for event in run.events
+    )
+    problem = _end(schedule, run, notes)
+    return SchedulePlan(
+        schedule.unit,
+        exact,
+        ranks,
+        _sum(one.steps for one in schedule.plan),
+        sizes,
+        tuple(phases),
+        uses(None),
+        used_up,
+        problem,
+        tuple(notes),
+        errors,
+        unchecked,
+    )
 
 
 def size_of(
@@ -432,52 +414,21 @@ def _means(
     return [known.get(name) or common for name in names], notes, tuple(unlimited)
 
 
-def _report(
-    schedule: Schedule,
-    names: Sequence[str],
-    sizes: Mapping[str, SourceSize],
-    run: SimulatedRun,
-    ranks: int,
-    exact: bool,
-    rows_known: bool,
-    notes: Sequence[str],
-) -> SchedulePlan:
-    phases = []
-    for number, one in enumerate(schedule.plan):
-        uses = _uses(schedule, names, sizes, run, number, rows_known)
-        rows, tokens = _sum(use.rows for use in uses), _sum(use.tokens for use in uses)
-        stop = one.stop if one.stop < OPEN else None
-        shape = (one.global_batch_size, one.sequence_length)
-        phases.append(PhaseUse(one.name, one.start, stop, one.steps, *shape, rows, tokens, uses))
-    totals = _uses(schedule, names, sizes, run, None, rows_known)
-    caps = tuple(
-        Cap(
-            names[event.source],
-            schedule.max_passes[names[event.source]],
-            schedule.plan[event.phase].name,
-            event.position,
-            _step(schedule, event.position),
-            {name: share for name, share in zip(names, event.shares, strict=True) if share},
-        )
-        for event in run.events
-    )
-    steps = _sum(one.steps for one in schedule.plan)
-    problem = None
-    if run.end is not None:
-        phase, position = schedule.plan[run.end[0]], run.end[1]
-        step = _step(schedule, position)
-        after = "" if step is None else f", after {step:,} steps"
-        if phase.stop < OPEN:
-            problem = (
-                f"phase {phase.name!r} cannot be filled: all of its sources have reached max_passes at {position:,} "
-                f"{schedule.unit}{after}. The run ends there. Raise max_passes, or shorten the run."
-            )
-        else:
-            notes = [*notes, f"the run ends at {position:,} {schedule.unit}{after}: all passes are used up."]
-    elif schedule.total is None:
-        notes = [*notes, f"phase {schedule.plan[-1].name!r} has no end: its sources are iterated again and again."]
-    return SchedulePlan(
-        schedule.unit, exact, ranks, steps, sizes, tuple(phases), totals, caps, run.stretches, problem, tuple(notes)
+def _end(schedule: Schedule, run: SimulatedRun, notes: list[str]) -> str | None:
+    """Return the reason for which a schedule cannot be run to its end, if any. Add an end that it may have to notes."""
+    if run.end is None:
+        if schedule.total is None:
+            notes.append(f"phase {schedule.plan[-1].name!r} has no end: its sources are iterated again and again.")
+        return None
+    phase, position = schedule.plan[run.end[0]], int(run.end[1])
+    step = _step(schedule, position)
+    place = f"{position:,} {schedule.unit}" + ("" if step is None else f", after {step:,} steps")
+    if phase.stop >= OPEN:
+        notes.append(f"the run ends at {place}: all passes are used up.")
+        return None
+    return (
+        f"phase {phase.name!r} cannot be filled: all of its sources have reached max_passes at {place}. The run ends "
+        "there. Raise max_passes, or shorten the run."
     )
 
 
@@ -486,16 +437,14 @@ def _uses(
     names: Sequence[str],
     sizes: Mapping[str, SourceSize],
     run: SimulatedRun,
-    phase: int | None,
     known: bool,
+    phase: int | None,
 ) -> tuple[Use, ...]:
     """Return the uses of the sources in a phase, or in the run. ``known``: rows are known, not only tokens."""
     rows, taken = (
         (run.rows.sum(axis=0), run.taken.sum(axis=0)) if phase is None else (run.rows[phase], run.taken[phase])
     )
-    shares = rows / rows.sum() if rows.any() and not np.isinf(rows).any() else np.zeros(len(names))
-    if np.isinf(rows).any():
-        shares = np.array(run.stretches[-1].shares)
+    shares = np.array(run.endless) if np.isinf(rows).any() else rows / (rows.sum() or 1.0)
     found = []
     for number, name in enumerate(names):
         size, tokens, passes = sizes.get(name), None, None
