@@ -33,8 +33,8 @@ if __name__ == "__main__":
     packed = midepoch.from_files(folder / "data.parquet").with_lanes(2).pack(4)
     made = [MicroBatches(packed.loader(4, last_batch="drop", **arguments_for(data_rank, 2)), 2) for _ in range(2)]
     first = [part.batch["input_ids"].tolist() for part in islice(made[0].passes(), 6)]
-    state = made[0].text()
-    made[1].load_text(state)
+    state = made[0].state()
+    made[1].load(state)
     rest = [part.batch["input_ids"].tolist() for part in made[1].passes(1)]
     (folder / f"{dist.get_rank()}.json").write_text(json.dumps([made[0].loader.shard.index, state, first, rest]))
     check_group(dist.get_rank() % 2)  # another mesh with as many data ranks

@@ -97,14 +97,6 @@ class MicroBatches:
         self.loader.load_state_dict(state)
         self._before = None
 
-    def text(self) -> str:
-        """Return the state as JSON: one value for checkpoints that would flatten a nested state."""
-        return json.dumps(self.state())
-
-    def load_text(self, text: str) -> None:
-        """Continue from a state as JSON."""
-        self.load(json.loads(text))
-
 
 class SavedAsText:
     """Mixin for the dataloader of a framework whose checkpoints flatten nested states: it saves one string."""
@@ -120,7 +112,7 @@ class SavedAsText:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position after the last complete step, for all ranks."""
-        return {_STATE: self._batches.text()}
+        return {_STATE: json.dumps(self._batches.state())}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue from a position, on any number of ranks."""
@@ -129,7 +121,7 @@ class SavedAsText:
                 f"the checkpoint does not contain the position in the data, only {sorted(state_dict)}: it was written "
                 f"with another dataloader. {self._to_begin}"
             )
-        self._batches.load_text(state_dict[_STATE])
+        self._batches.load(json.loads(state_dict[_STATE]))
 
 
 @dataclass(frozen=True)
