@@ -200,25 +200,6 @@ function speed(run) {
     mean == null ? null : note(`On average the model waited ${percent(mean)} of the time. ` + (mean > .2 ? "That is a lot: loader.stats() shows what takes the time, and midepoch bench measures other settings." : "")));
 }
 
-function batches(data) {
-  if (data.problem) return section("batches", "Batches by tokens", note(data.problem));
-  const kinds = [[1, data.ranks > 1 ? "mean of the ranks" : "tokens", "var(--one)", ""], ...(data.ranks > 1 ? [[2, "most of a rank", "var(--two)", "6 3"]] : [])];
-  const lines = kinds.map(([k, text, fill, dashes]) => ({ name: text, colour: fill, dash: dashes, points: data.steps.map(one => [one[0], one[k]]) }));
-  return section("batches", "Batches by tokens",
-    tiles([
-      ["of the places are padding", percent(data.padding), data.padding > .1 ? "mind" : ""],
-      [`of max_tokens (${number(data.max_tokens)}) are used`, percent(data.fill)],
-      ["tokens in a batch, without padding", short(data.tokens)],
-      [`rows in a batch (${number(data.rows[0])} to ${number(data.rows[2])})`, figure(data.rows[1])],
-      data.ranks > 1 && data.spread.tokens != null && ["more tokens on the largest rank of a step than on average", percent(data.spread.tokens)],
-      data.ranks > 1 && data.spread.quadratic != null && ["more, if the cost grows with the square of the length", percent(data.spread.quadratic)],
-    ]),
-    el("h3", {}, `${data.padded ? "rows × longest row" : "tokens"} of a batch, by step`),
-    data.ranks > 1 ? legend(kinds.map(([, text, fill, dashes]) => [text, "line", fill, dashes])) : null,
-    chart("batches-svg", lines, { x: v => "step " + number(v), y: short, high: data.max_tokens, nothing: "There are fewer batches than ranks." }),
-    note(`${plural(data.count, "batch", "batches")} of epoch ${data.epoch}${data.all ? "" : ", the first ones"}, planned again from the lengths of the rows, in windows of ${number(data.window)} rows` + (data.balance ? `, balanced by ${data.balance}.` : ".")));
-}
-
 function layout(data) {
   const width = wide(), node = board("layout-svg", width, 70), total = data.list.reduce((sum, file) => sum + file.rows, 0) || 1;
   let at = 0;
@@ -280,7 +261,7 @@ function show() {
   document.getElementById("page").replaceChildren(
     el("header", {}, el("h1", {}, found.title), run && !several ? badge(run.now) : null, el("span", { class: "dim", id: "made" }, (LIVE ? "updated " + hour(found.made) : "made " + clock(found.made))), el("span", { class: "grow" }), el("button", { onclick: theme, id: "theme" }, "light / dark")),
     ...[several && sideBySide(), run && filters(run), run && several && el("header", {}, el("h1", {}, nameOf(run, Number(chosen.run))), badge(run.now)), run && dashboard(run), overview(run), run && consumption(run), run && timeline(run), run && speed(run),
-      run && run.batches && batches(run.batches), data && layout(data), order && shuffled(order), found.checkpoints && checkpoints(found.checkpoints)].filter(Boolean));
+      data && layout(data), order && shuffled(order), found.checkpoints && checkpoints(found.checkpoints)].filter(Boolean));
 }
 async function refresh() {
   try {

@@ -29,7 +29,7 @@ from midepoch.order import Order, Selection, Weighted
 from midepoch.pipeline.spec import PipelineSpec
 from midepoch.storage.address import Address
 from midepoch.tools.report.now import curves, names_of, now
-from midepoch.tools.report.quality import batches, quality
+from midepoch.tools.report.quality import quality
 
 Int64Array = npt.NDArray[np.int64]
 _MOST_FILES = 400
@@ -162,7 +162,6 @@ def _of_run(run: Run, ds: Dataset | None, label: str | None, made: float, *, alo
         **of_run(run, made),
         "data": {**_layout(ds), "sources": names_of(run.order)} if ds is not None and matches else _layout_of_run(run),
         "shuffle": None,
-        "batches": batches(run),
     }
     if len(sources) == 1 and not isinstance(
         sources[0].order.shuffle, Weighted

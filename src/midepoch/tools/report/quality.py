@@ -1,6 +1,4 @@
-"""Quality of an order and of its batches by tokens.
-
-The shuffle of an order, beside a true permutation of as many rows: picture, serial correlation, batches.
+"""Quality of the shuffle of an order, beside a true permutation of as many rows: picture, serial correlation, batches.
 
 Batches are judged by classes: the values of a label, else the files of the rows, else tenths of the data.
 """
@@ -14,13 +12,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from midepoch.audit import Run
-from midepoch.errors import StateError
 from midepoch.order import EpochOrder, Order, Shuffle, SourceLayout
-from midepoch.pipeline.plans import TokenPlan
 
 Int64Array = npt.NDArray[np.int64]
-FloatArray = npt.NDArray[np.float64]
 _CELLS = 48
 _PICTURE = 48 * 48 * 8
 _RUNS, _RUN = 8, 4096
@@ -129,65 +123,3 @@ def _classes(
         return by_file, "file"
     total = len(order)
     return lambda rows: rows * _TENTHS // max(1, total), "tenth of the data"
-
-
-_MOST_BATCHES = 20_000
-_POINTS = 200
-
-Array = npt.NDArray[Any]
-
-
-def batches(run: Run) -> dict[str, Any] | None:
-    """Return the numbers of the batches of the last pass. None if they are not by tokens."""
-    last = run.generations[-1]
-    if not last.shape.batching.budget or last.in_lanes:
-        return None
-    try:
-        plan = run.plan_of(last)
-    except StateError as problem:
-        return {"problem": str(problem)}
-    assert isinstance(plan, TokenPlan)
-    known, first = plan.batches, last.shape.start
-    budget, lengths = known.planning.budget, known.planning.lengths
-    order = run.order.source.at(last.shape.epoch)
-    rows: list[int] = []
-    tokens, slots, costs = list[int](), list[int](), list[float]()
-    while len(rows) < _MOST_BATCHES and known.window_of(first + len(rows)) is not None:
-        own = lengths.of(order.chosen(known.positions(first + len(rows))))
-        sizes = -(-np.maximum(own, 1) // budget.multiple) * budget.multiple
-        rows.append(len(own))
-        tokens.append(int(own.sum()))
-        slots.append(len(own) * int(sizes.max()) if budget.padded else int(sizes.sum()))
-        costs.append(len(own) * float(sizes.max()) ** 2 if budget.padded else float((sizes.astype(float) ** 2).sum()))
-    if not rows:
-        return None
-    whole = len(rows) // last.shape.ranks * last.shape.ranks
-    by_step = np.array(slots[:whole], dtype=np.float64).reshape(-1, last.shape.ranks)
-    by_cost = np.array(costs[:whole]).reshape(-1, last.shape.ranks)
-    return {
-        "epoch": last.shape.epoch,
-        "count": len(rows),
-        "all": known.total == first + len(rows),
-        "max_tokens": budget.tokens,
-        "window": budget.window,
-        "padded": budget.padded,
-        "balance": budget.balance,
-        "padding": 1 - sum(tokens) / sum(slots),
-        "fill": float(np.mean(slots)) / budget.tokens,
-        "rows": [int(np.min(rows)), float(np.median(rows)), int(np.max(rows))],
-        "tokens": float(np.mean(tokens)),
-        "spread": {"tokens": _spread(by_step), "quadratic": _spread(by_cost)},
-        "steps": _thinned(by_step),
-        "ranks": last.shape.ranks,
-    }
-
-
-def _spread(by_step: Array) -> float | None:
-    """Return by how much the largest cost of a step exceeds the mean of its ranks, on average."""
-    return float((by_step.max(axis=1) / by_step.mean(axis=1) - 1).mean()) if by_step.size else None
-
-
-def _thinned(by_step: Array) -> list[list[float]]:
-    """Return some steps: number, mean tokens with padding of a rank, and the most of a rank."""
-    chosen = np.unique(np.linspace(0, len(by_step) - 1, _POINTS).astype(int)).tolist() if len(by_step) else []
-    return [[step + 1, float(by_step[step].mean()), float(by_step[step].max())] for step in chosen]
