@@ -177,17 +177,14 @@ def data_of_state(paths: list[str], state: Any, storage: list[str] | None, forma
     from midepoch.state.format import parse
 
     one = state[0] if isinstance(state, list) else state
-    if parse(one).in_lanes:
-        raise ValueError(
-            f"the pipeline of this state changes the number of rows ({one['pipeline']}), and --data does not contain "
-            "its steps. Use --dataset."
-        )
-    if one.get("_filters") or one.get("_partitioning"):
-        raise ValueError("the data was filtered or partitioned, and --data does not contain how. Use --dataset.")
-    if re.fullmatch(r"\d+:\d+", one["selection"]) is None:
-        raise ValueError("rows were selected in a way that --data does not contain. Use --dataset.")
-    if one.get("weights"):
-        raise ValueError("rows were drawn by weights, which --data does not contain. Use --dataset.")
+    for reason, holds in {
+        f"its pipeline changes the number of rows ({one['pipeline']})": parse(one).in_lanes,
+        "the data was filtered or partitioned": one.get("_filters") or one.get("_partitioning"),
+        "rows were selected one by one, or shuffled before": re.fullmatch(r"\d+:\d+", one["selection"]) is None,
+        "rows were drawn by weights": one.get("weights"),
+    }.items():
+        if holds:
+            raise ValueError(f"the state says more than --data does: {reason}. Use --dataset.")
     ds = open_data(paths, storage=storage, format=format)
     start, stop = map(int, one["selection"].split(":"))
     if stop <= len(ds):

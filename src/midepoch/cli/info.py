@@ -242,19 +242,14 @@ _NUMBER = "midepoch row"
 
 def _condition(where: str, ds: Dataset) -> tuple[Any, list[str]]:
     """Return an expression of pyarrow, and the columns that it reads."""
-    import operator
+    from pyarrow.parquet import filters_to_expression
 
-    import pyarrow.compute as pc
-
-    compare = {"=": operator.eq, "==": operator.eq, "!=": operator.ne, "<>": operator.ne, "<": operator.lt}
-    compare |= {"<=": operator.le, ">": operator.gt, ">=": operator.ge}
-    together: Any = None
-    names: list[str] = []
+    terms: list[tuple[Any, str, Any]] = []
     for part in re.split(r"""\s+and\s+(?=(?:[^'"]|'[^']*'|"[^"]*")*$)""", where, flags=re.IGNORECASE):
         if (term := _TERM.fullmatch(part)) is None:
             raise ValueError(f"--where takes comparisons such as \"id = 'a-1' and score > 0.5\", got {where!r}")
         name, sign, text = term.groups()
-        path = [name] if name in ds.column_names else name.split(".")
+        path = (name,) if name in ds.column_names else tuple(name.split("."))
         if path[0] not in ds.column_names:
             raise ColumnError(f"--where: there is no column {path[0]!r}. There are: {', '.join(ds.column_names)}.")
         try:
@@ -262,9 +257,8 @@ def _condition(where: str, ds: Dataset) -> tuple[Any, list[str]]:
             assert value is not None
         except (ValueError, SyntaxError, AssertionError):
             raise ValueError(f"--where: {text} is no number, and a text has quotes: {name} {sign} '{text}'") from None
-        one = compare[sign](pc.field(*path), value)
-        together, names = one if together is None else together & one, [*names, path[0]]
-    return together, list(dict.fromkeys(names))
+        terms.append((path, "!=" if sign == "<>" else sign, value))
+    return filters_to_expression([terms]), list(dict.fromkeys(path[0] for path, _, _ in terms))
 
 
 def _show_rows(row: dict[str, Any], types: dict[str, str]) -> None:

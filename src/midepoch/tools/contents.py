@@ -10,6 +10,7 @@ import io
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from midepoch.transforms.media.decoders import Audio, read_samples
 from midepoch.transforms.media.images import available, missing
 
 _KINDS = {"Image": "image", "Audio": "audio", "Video": "video"}
@@ -76,22 +77,9 @@ def _image(data: bytes) -> Media:
 
 
 def _audio(data: bytes) -> Media:
-    if available("soundfile"):
-        import soundfile
-
-        with soundfile.SoundFile(io.BytesIO(data)) as file:
-            return _sound(len(file) / file.samplerate, file.samplerate, file.channels)
-    if not available("av"):
-        raise missing("decode of audio", "soundfile or PyAV")
-    import av
-
-    with av.open(io.BytesIO(data)) as container:
-        stream = container.streams.audio[0]
-        samples = sum(frame.samples for frame in container.decode(stream))
-        return _sound(samples / stream.rate, stream.rate, stream.channels)
-
-
-def _sound(seconds: float, rate: int, channels: int) -> Media:
+    Audio().check()
+    samples, rate = read_samples(data)
+    channels, seconds = len(samples), samples.shape[1] / rate
     text = f"{seconds:.2f} s, {rate:,} Hz, {channels} channel{'s' * (channels != 1)}"
     return Media("audio", text, {"seconds": round(seconds, 3), "sampling_rate": rate, "channels": channels})
 

@@ -130,9 +130,14 @@ class Audio:
 
     def decode(self, data: Any) -> Any:
         """Return the samples of a file. Raise an exception if it is damaged."""
-        samples, rate = _with_soundfile(data) or _with_av(data)
+        samples, rate = read_samples(data)
         samples = _mixed(samples, self.channels)
         return samples if self.sampling_rate in (None, rate) else _resampled(samples, rate, self.sampling_rate)
+
+
+def read_samples(data: Any) -> tuple[Any, int]:
+    """Return the samples (channels, samples) of a file, and their rate. Raise an exception if it is damaged."""
+    return _with_soundfile(data) or _with_av(data)
 
 
 def _with_soundfile(data: Any) -> tuple[Any, int] | None:
