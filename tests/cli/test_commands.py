@@ -225,10 +225,10 @@ def test_bench_recommends_the_fewest_workers_that_are_as_fast() -> None:
         stages = {"read": 0.0, "functions": 1.0, "present": 0.0}
         return Trial(workers, size, Stats(batches=3, rows=3, seconds=2 / speed, stages=stages))
 
-    found = advise([trial(0, 8, 100), trial(1, 8, 390), trial(2, 8, 400), trial(2, 64, 380)])
-    assert (found.best.num_workers, found.best.batch_size) == (1, 8)
-    assert "3.9 × as fast as none" in found.why and "your functions" in found.why and "no more than 5 %" in found.why
-    assert "workers do not help" in advise([trial(0, 8, 100), trial(2, 8, 50)]).why
+    best, why = advise([trial(0, 8, 100), trial(1, 8, 390), trial(2, 8, 400), trial(2, 64, 380)])
+    assert (best.num_workers, best.batch_size) == (1, 8)
+    assert "3.9 × as fast as none" in why and "your functions" in why and "no more than 5 %" in why
+    assert "workers do not help" in advise([trial(0, 8, 100), trial(2, 8, 50)])[1]
 
 
 def test_doctor(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -13,8 +13,7 @@ from midepoch.cli import common
 from midepoch.cli.data import DATA, Config, Data, Format, Made, Split, Storage, made_by, open_data
 
 if TYPE_CHECKING:
-    from midepoch.tools.bench import Advice, Limit, Trial
-
+    from midepoch.tools.bench import Limit, Trial
 
 _COLOURS = {"good": "green", "mind": "yellow", "bad": "red"}
 
@@ -141,17 +140,21 @@ def bench(
             ds, batch_sizes=_numbers(batch_sizes, "--batch-size", 1), workers=counts, seconds=seconds, report=report
         )
     limit = None if ds.pipeline.numbered is None else find_limit(ds, seconds)
-    advice = advise(trials)
+    best, why = advise(trials)
     if as_json:
-        measured = [{**asdict(one), **_rates(one)} for one in trials]
-        best = {"num_workers": advice.best.num_workers, "batch_size": advice.best.batch_size, "why": advice.why}
-        common.print_json({"trials": measured, "limit": None if limit is None else asdict(limit), "recommended": best})
+        measured = [
+            {
+                **asdict(one),
+                "rows_per_second": one.stats.rows_per_second,
+                "bytes_per_second": one.stats.bytes_per_second,
+            }
+            for one in trials
+        ]
+        advice = {"num_workers": best.num_workers, "batch_size": best.batch_size, "why": why}
+        found = {"trials": measured, "limit": None if limit is None else asdict(limit), "recommended": advice}
+        common.print_json(found)
     else:
-        _show(trials, limit, advice)
-
-
-def _rates(one: Trial) -> dict[str, float]:
-    return {"rows_per_second": one.stats.rows_per_second, "bytes_per_second": one.stats.bytes_per_second}
+        _show(trials, limit, best, why)
 
 
 def _some_workers() -> list[int]:
@@ -173,7 +176,7 @@ def _numbers(text: str, name: str, least: int) -> list[int]:
     return numbers
 
 
-def _show(trials: list[Trial], limit: Limit | None, advice: Advice) -> None:
+def _show(trials: list[Trial], limit: Limit | None, best: Trial, why: str) -> None:
     rows = []
     for one in trials:
         row = {
@@ -185,12 +188,11 @@ def _show(trials: list[Trial], limit: Limit | None, advice: Advice) -> None:
         }
         if limit is not None:
             row["of the limit"] = f"{one.stats.rows_per_second / max(limit.rows_per_second, 1e-9):.2f} ×"
-        rows.append({name: (cell, "bold green" if one is advice.best else "") for name, cell in row.items()})
+        rows.append({name: (cell, "bold green" if one is best else "") for name, cell in row.items()})
     common.print_table(rows, right=list(rows[0]))
     if limit is not None:
         common.say(
             f"limit: {limit.rows_per_second:,.0f} rows/s, {limit.bytes_per_second / 1e9:,.3f} GB/s ({limit.how})"
         )
-    best = advice.best
     chosen = f"recommended: loader(batch_size={best.batch_size}, num_workers={best.num_workers})"
-    common.say((chosen, "bold"), f": {advice.why}")
+    common.say((chosen, "bold"), f": {why}")

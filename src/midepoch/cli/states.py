@@ -74,21 +74,18 @@ def _json(path: Path) -> Any:
 def _of_framework(folder: Path, step: int | None, part: str | None) -> Chosen | None:
     """Return the state in a folder that Trainer, Accelerate or Lightning has written, or None if it is none."""
     steps = {
-        int(name[1]): path.parent
-        for path in folder.glob(f"checkpoint-*/{_TRAINER}")
-        if (name := re.fullmatch(r"checkpoint-(\d+)", path.parent.name)) is not None
+        int(name[1]): path
+        for path in (*folder.glob(f"checkpoint-*/{_TRAINER}"), folder / _TRAINER)
+        if (name := re.fullmatch(r"checkpoint-(\d+)", path.resolve().parent.name)) is not None and path.is_file()
     }
     if steps:
         number = max(steps) if step is None else step
         if number not in steps:
             there = ", ".join(map(str, sorted(steps)))
             raise CheckpointNotFoundError(f"there is no step {number} with {_TRAINER} in {folder}. There are: {there}.")
-        path = steps[number] / _TRAINER
-        return Chosen(state_in(_json(path), part), number, str(path))
+        return Chosen(state_in(_json(steps[number]), part), number, str(steps[number]))
     if (folder / _TRAINER).is_file():
-        named = re.fullmatch(r"checkpoint-(\d+)", folder.resolve().name)
-        path = folder / _TRAINER
-        return Chosen(state_in(_json(path), part), int(named[1]) if named else None, str(path))
+        return _in_file(folder / _TRAINER, part)
     prepared = {name[1]: path for path in folder.iterdir() if (name := _ACCELERATE.fullmatch(path.name)) is not None}
     if prepared:
         return _of_accelerate(folder, prepared, part)

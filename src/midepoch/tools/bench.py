@@ -32,10 +32,6 @@ class Trial:
     batch_size: int
     stats: Stats
 
-    @property
-    def rows_per_second(self) -> float:
-        return self.stats.rows_per_second
-
 
 @dataclass(frozen=True)
 class Limit:
@@ -44,14 +40,6 @@ class Limit:
     rows_per_second: float
     bytes_per_second: float
     how: str
-
-
-@dataclass(frozen=True)
-class Advice:
-    """The recommended setting, and the reason."""
-
-    best: Trial
-    why: str
 
 
 def try_settings(
@@ -131,17 +119,24 @@ def _copied(columns: Iterable[Any]) -> int:
     return size
 
 
-def advise(trials: Sequence[Trial]) -> Advice:
-    """Return the fastest setting; of those close to it, the one with the fewest workers, then the smallest batches."""
-    fastest = max(trials, key=lambda one: one.rows_per_second)
-    near = [one for one in trials if one.rows_per_second >= _NEAR * fastest.rows_per_second]
+def advise(trials: Sequence[Trial]) -> tuple[Trial, str]:
+    """Return the fastest setting, and the reason for it.
+
+    Of several that are close to it, it is that with the fewest workers, then the smallest batches.
+    """
+
+    def rate(one: Trial) -> float:
+        return one.stats.rows_per_second
+
+    fastest = max(trials, key=rate)
+    near = [one for one in trials if rate(one) >= _NEAR * rate(fastest)]
     best = min(near, key=lambda one: (one.num_workers, one.batch_size))
-    alone = max((one for one in trials if not one.num_workers), key=lambda one: one.rows_per_second, default=None)
+    alone = max((one for one in trials if not one.num_workers), key=rate, default=None)
     stages = best.stats.stages
     most = max(stages, key=lambda name: stages[name])
     work = {"read": "reading", "functions": "your functions", "present": "assembling batches"}[most]
-    if best.num_workers and alone is not None and alone.rows_per_second:
-        ratio = best.rows_per_second / alone.rows_per_second
+    if best.num_workers and alone is not None and rate(alone):
+        ratio = rate(best) / rate(alone)
         why = f"{best.num_workers} workers are {ratio:.1f} × as fast as none: most of the work is {work}."
     elif not best.num_workers and any(one.num_workers for one in trials):
         why = f"workers do not help here: most of the work is {work}, and transferring batches costs as much."
@@ -149,4 +144,4 @@ def advise(trials: Sequence[Trial]) -> Advice:
         why = f"most of the work is {work}."
     if best is not fastest:
         why += f" {fastest.num_workers} workers with batches of {fastest.batch_size} are no more than 5 % faster."
-    return Advice(best, why)
+    return best, why

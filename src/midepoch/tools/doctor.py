@@ -8,7 +8,6 @@ import platform
 import re
 import resource
 import shutil
-import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -37,28 +36,29 @@ class Finding:
     remedy: str = ""
 
 
+def _finding(what: str, text: str, remedy: str = "", *, fatal: bool = False) -> Finding:
+    """Return a finding, which is good if there is nothing to do."""
+    return Finding("good" if not remedy else "bad" if fatal else "mind", what, text, remedy)
+
+
 def examine() -> list[Finding]:
     """Return all findings, always in the same order."""
-    return [*_versions(), _kernel(), *_processor(), *_files(), *_memory(), *_folders(), *_settings()]
+    return [*_versions(), _kernel(), _processor(), _files(), *_memory(), _folder(), *_settings()]
 
 
 def _versions() -> Iterator[Finding]:
-    fits = sys.version_info >= (3, 10)
-    text = f"{platform.python_version()} on {platform.system()} {platform.machine()}"
-    yield Finding("good" if fits else "bad", "Python", text, "" if fits else "3.10 or newer is required")
+    yield _finding("Python", f"{platform.python_version()} on {platform.system()} {platform.machine()}")
     bounds = _least()
     for name in ("midepoch", *_SHOWN, *_OTHERS):
         try:
             version = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             if name in _NEEDED:
-                yield Finding("bad", name, "not installed", f"pip install {name}")
+                yield _finding(name, "not installed", f"pip install {name}", fatal=True)
             continue
-        least = bounds.get(name)
-        if least is not None and _numbers(version) < _numbers(least):
-            yield Finding("bad" if name in _NEEDED else "mind", name, version, f"{least} or newer is required")
-        else:
-            yield Finding("good", name, version)
+        least = bounds.get(name, "0")
+        remedy = f"{least} or newer is required" if _numbers(version) < _numbers(least) else ""
+        yield _finding(name, version, remedy, fatal=name in _NEEDED)
 
 
 def _least() -> dict[str, str]:
@@ -77,69 +77,53 @@ def _numbers(version: str) -> list[int]:
 
 def _kernel() -> Finding:
     if library.kernel() is not None:
-        return Finding("good", "native kernel", "in use")
+        return _finding("native kernel", "in use")
     if library.is_switched_off():
         text = f"switched off by {library.SWITCH}=0: numpy"
-        return Finding("mind", "native kernel", text, f"packing is slower: unset {library.SWITCH}")
+        return _finding("native kernel", text, f"packing is slower: unset {library.SWITCH}")
     remedy = "packing is slower: install a wheel for this platform, or from source with a C compiler"
-    return Finding("mind", "native kernel", "none for this platform: numpy", remedy)
+    return _finding("native kernel", "none for this platform: numpy", remedy)
 
 
-def _processor() -> Iterator[Finding]:
-    usable, all_cores = cores(), os.cpu_count() or 1
-    quota = _quota()
-    if quota is not None and quota < usable:
-        text = f"{usable}, but the container may use only {quota:g}"
-        yield Finding("mind", "cores", text, f"use at most {max(1, int(quota))} workers over all ranks")
-    else:
-        yield Finding("good", "cores", str(usable) if usable == all_cores else f"{usable} of {all_cores}")
-
-
-def _quota() -> float | None:
-    """Return the number of cores that a container may use, if there is a limit."""
+def _limits(name: str) -> list[float]:
+    """Return the limits of this container in a file of its cgroup, those that it has."""
     try:
-        most, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
-        return None if most == "max" else int(most) / int(period)
+        return [float(text) for text in Path("/sys/fs/cgroup", name).read_text().split() if text != "max"]
     except (OSError, ValueError):
-        return None
+        return []
 
 
-def _files() -> Iterator[Finding]:
+def _processor() -> Finding:
+    usable, all_cores, limits = cores(), os.cpu_count() or 1, _limits("cpu.max")
+    if len(limits) == 2 and (quota := limits[0] / limits[1]) < usable:
+        remedy = f"use at most {max(1, int(quota))} workers over all ranks"
+        return _finding("cores", f"{usable}, but the container may use only {quota:g}", remedy)
+    return _finding("cores", str(usable) if usable == all_cores else f"{usable} of {all_cores}")
+
+
+def _files() -> Finding:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != resource.RLIM_INFINITY and soft < _OPEN_FILES:
-        remedy = f"ulimit -n {min(hard, 65536) if hard != resource.RLIM_INFINITY else 65536}, for thousands of files"
-        yield Finding("mind", "open files", f"{soft:,} at most", remedy)
-    else:
-        yield Finding("good", "open files", f"{soft:,} at most" if soft != resource.RLIM_INFINITY else "no limit")
+    if soft == resource.RLIM_INFINITY:
+        return _finding("open files", "no limit")
+    most = min(hard, 65536) if hard != resource.RLIM_INFINITY else 65536
+    remedy = f"ulimit -n {most}, for thousands of files" if soft < _OPEN_FILES else ""
+    return _finding("open files", f"{soft:,} at most", remedy)
 
 
 def _memory() -> Iterator[Finding]:
     if hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
         total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        limit = _memory_limit()
-        if limit is not None and limit < total:
-            yield Finding(
-                "good", "memory", f"{total / 1e9:.0f} GB, of which this container may use {limit / 1e9:.0f} GB"
-            )
-        else:
-            yield Finding("good", "memory", f"{total / 1e9:.0f} GB")
+        limit = min(_limits("memory.max"), default=total)
+        less = f", of which this container may use {limit / 1e9:.0f} GB" if limit < total else ""
+        yield _finding("memory", f"{total / 1e9:.0f} GB{less}")
     shared = Path("/dev/shm")
     if shared.is_dir():
         size = shutil.disk_usage(shared).total
-        small = size < 1 << 30
-        remedy = "midepoch's workers do not need it, torch's DataLoader does: docker run --shm-size=8g" if small else ""
-        yield Finding("mind" if small else "good", "shared memory", f"{size / 1e9:.1f} GB in /dev/shm", remedy)
+        remedy = "midepoch's workers do not need it, torch's DataLoader does: docker run --shm-size=8g"
+        yield _finding("shared memory", f"{size / 1e9:.1f} GB in /dev/shm", remedy if size < 1 << 30 else "")
 
 
-def _memory_limit() -> int | None:
-    try:
-        text = Path("/sys/fs/cgroup/memory.max").read_text().strip()
-        return None if text == "max" else int(text)
-    except (OSError, ValueError):
-        return None
-
-
-def _folders() -> Iterator[Finding]:
+def _folder() -> Finding:
     folder = default_index_dir()
     try:
         make_private(folder)
@@ -147,36 +131,25 @@ def _folders() -> Iterator[Finding]:
             pass
     except OSError as problem:
         text = f"{folder}: {problem.strerror}"
-        yield Finding("mind", "index folder", text, "set MIDEPOCH_CACHE: without it every start indexes again")
-        return
-    free = shutil.disk_usage(folder).free
-    kind = file_system(folder)
-    text = f"{folder} ({kind or 'disk'}, {free / 1e9:.0f} GB free)"
+        return _finding("index folder", text, "set MIDEPOCH_CACHE: without it every start indexes again")
+    free, remedy = shutil.disk_usage(folder).free, ""
     if free < _ROOM:
-        yield Finding(
-            "mind", "index folder", text, "decoded blocks are stored there, too: set MIDEPOCH_CACHE to a larger disk"
-        )
+        remedy = "decoded blocks are stored there, too: set MIDEPOCH_CACHE to a larger disk"
     elif is_network(folder):
-        yield Finding(
-            "mind",
-            "index folder",
-            text,
-            "set MIDEPOCH_CACHE to a local disk: processes share decoded blocks there",
-        )
-    else:
-        yield Finding("good", "index folder", text)
+        remedy = "set MIDEPOCH_CACHE to a local disk: processes share decoded blocks there"
+    return _finding("index folder", f"{folder} ({file_system(folder) or 'disk'}, {free / 1e9:.0f} GB free)", remedy)
 
 
 def _settings() -> Iterator[Finding]:
     try:
         world = find_world()
-        yield Finding("good", "ranks", f"rank {world.rank} of {world.size}" if world.size > 1 else "one process")
+        yield _finding("ranks", f"rank {world.rank} of {world.size}" if world.size > 1 else "one process")
     except WorldError as problem:
-        yield Finding("bad", "ranks", str(problem), "unset the variables of the launcher that was not used")
-    threads = os.environ.get("OMP_NUM_THREADS")
-    if threads is not None and threads.isdigit() and int(threads) > cores():
-        yield Finding("mind", "OMP_NUM_THREADS", threads, f"more than the {cores()} available cores")
+        yield _finding("ranks", str(problem), "unset the variables of the launcher that was not used", fatal=True)
+    threads = os.environ.get("OMP_NUM_THREADS", "")
+    if threads.isdigit() and int(threads) > cores():
+        yield _finding("OMP_NUM_THREADS", threads, f"more than the {cores()} available cores")
     if os.environ.get("TOKENIZERS_PARALLELISM", "").lower() in ("true", "1"):
-        yield Finding("mind", "TOKENIZERS_PARALLELISM", "true", "unset it: workers already tokenize in parallel")
-    if os.environ.get("HF_DATASETS_OFFLINE") == "1" or os.environ.get("HF_HUB_OFFLINE") == "1":
-        yield Finding("good", "Hugging Face", "offline: only cached data can be loaded")
+        yield _finding("TOKENIZERS_PARALLELISM", "true", "unset it: workers already tokenize in parallel")
+    if "1" in (os.environ.get("HF_DATASETS_OFFLINE"), os.environ.get("HF_HUB_OFFLINE")):
+        yield _finding("Hugging Face", "offline: only cached data can be loaded")

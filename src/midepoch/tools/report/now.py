@@ -10,6 +10,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import reduce
 from pathlib import PurePosixPath
 from typing import Any
 
@@ -131,9 +132,7 @@ def _together(curves: dict[int, list[Span]]) -> list[list[float | None]]:
             tens[int(span.end // 10)].append(span)
     points = []
     for ten, spans in sorted(tens.items()):
-        total = spans[0]
-        for span in spans[1:]:
-            total = total.then(span)
+        total = reduce(Span.then, spans)
         of_all = replace(total, end=10.0 * ten, seconds=total.seconds / len(curves), waited=total.waited / len(curves))
         points.append(of_all.point)
     return points
@@ -146,28 +145,28 @@ def _thinned(points: list[list[float | None]]) -> list[list[float | None]]:
 _STOP = re.compile(r"^mix\[(\w+)")
 
 
-@dataclass(frozen=True)
-class SourceRows:
-    """Rows of a source that an epoch has consumed, of ``rows``: more than these if it is iterated again."""
+def sources(run: Run, one: Generation, steps: int) -> list[dict[str, Any]]:
+    """Return the sources of a run that has several, with the rows that its epoch has consumed of each after some steps.
 
-    name: str
-    rows: int
-    consumed: int
-    weight: float | None = None
-    """Its share of the outputs of a mix, or None if it is not a part of one."""
-
-
-def sources_of(run: Run, one: Generation, steps: int) -> list[SourceRows]:
-    """Return the sources after a number of steps of a pass, in the order of the tree."""
+    ``consumed`` is more than ``rows`` if a source is iterated again. ``weight``: its share of the outputs of a mix.
+    """
     order = run.lanes_of(one).order if one.lanes else run.order
-    names, about = names_of(order), _description(order)
-    mix = one.first.header.mix
+    if len(order.sources) < 2:
+        return []
+    about, mix = _description(order), one.first.header.mix
     current = None if mix is None else mix.weights_at(run.reached(one, steps))
-    weights = _weights(about if current is None else {**about, "weights": current})
+    weights = [weight for _, weight in _leaves(about if current is None else {**about, "weights": current})]
     consumed = _consumed(run, order, one, steps)
+    total = sum(consumed)
     return [
-        SourceRows(name, source.rows, rows, weight)
-        for name, source, rows, weight in zip(names, order.sources, consumed, weights, strict=True)
+        {
+            "name": name,
+            "rows": source.rows,
+            "consumed": rows,
+            "weight": weight,
+            "share": rows / total if total else None,
+        }
+        for name, source, rows, weight in zip(names_of(order), order.sources, consumed, weights, strict=True)
     ]
 
 
@@ -202,7 +201,7 @@ def _progress(about: Mapping[str, Any], counts: Any) -> float | None:
         return min(1.0, consumed / rows) if rows else None
     stop = _STOP.match(about["pipeline"])
     if stop is None:  # concat and zip: all rows of all parts
-        pairs = [next(counts) for _ in range(_leaves(about))]
+        pairs = [next(counts) for _ in _leaves(about)]
         total = sum(rows for _, rows in pairs)
         return min(1.0, sum(min(pair) for pair in pairs) / total) if total else None
     parts = [_progress(part, counts) for part in about["parts"]]
@@ -210,10 +209,6 @@ def _progress(about: Mapping[str, Any], counts: Any) -> float | None:
     if stop[1] == "never" or any(part is None for part in known) or not known:
         return None
     return (max if stop[1] == "first" else min)(part for part in known if part is not None)
-
-
-def _leaves(about: Mapping[str, Any]) -> int:
-    return sum(map(_leaves, about["parts"])) if "parts" in about else 1
 
 
 def _description(order: KnownOrder) -> dict[str, Any]:
@@ -239,7 +234,7 @@ def _consumed(run: Run, order: KnownOrder, one: Generation, steps: int) -> list[
 
 def names_of(order: KnownOrder) -> list[str]:
     """Return the names of the sources: those of a mix, else of their files or folders if these differ."""
-    given = list(_given_names(_description(order), ""))
+    given = [name for name, _ in _leaves(_description(order))]
     folders = [_folder(source.about.get("files", ())) for source in order.sources]
     distinct = len(set(folders)) == len(folders) and all(folders)
     return [
@@ -248,16 +243,17 @@ def names_of(order: KnownOrder) -> list[str]:
     ]
 
 
-def _given_names(about: Mapping[str, Any], name: str) -> list[str]:
-    """Return a name for each source: those of the mixes around it."""
-    if "parts" not in about:
-        return [name]
-    own: Sequence[str] = about.get("names") or [""] * len(about["parts"])
-    found: list[str] = []
-    for number, (part, of_part) in enumerate(zip(about["parts"], own, strict=True)):
-        of_part = of_part or (f"{number}" if name else "")
-        found += _given_names(part, f"{name}/{of_part}" if name and of_part else of_part or name)
-    return found
+def _leaves(about: Mapping[str, Any], name: str = "", share: float | None = 1.0) -> Iterator[tuple[str, float | None]]:
+    """Yield for each source its names in the mixes around it, and its share of their outputs, or None."""
+    parts = about.get("parts")
+    if parts is None:
+        yield name, share
+        return
+    names, weights = about.get("names") or [""] * len(parts), about.get("weights") or [0.0] * len(parts)
+    for number, (part, own, weight) in enumerate(zip(parts, names, weights, strict=True)):
+        own = own or (f"{number}" if name else "")
+        of_part = share * weight / sum(weights) if any(weights) and share is not None else None
+        yield from _leaves(part, f"{name}/{own}" if name and own else own or name, of_part)
 
 
 def _folder(files: Sequence[str]) -> str:
@@ -266,18 +262,6 @@ def _folder(files: Sequence[str]) -> str:
         return ""
     first = PurePosixPath(files[0])
     return first.name if len(files) == 1 else first.parent.name
-
-
-def _weights(about: Mapping[str, Any], share: float | None = 1.0) -> list[float | None]:
-    """Return by source its share of the outputs of the mixes around it, or None."""
-    if "parts" not in about:
-        return [share]
-    weights: Sequence[float] = about.get("weights") or ()
-    total = sum(weights)
-    found: list[float | None] = []
-    for number, part in enumerate(about["parts"]):
-        found += _weights(part, share * weights[number] / total if total and share is not None else None)
-    return found
 
 
 _SOON = 10.0
@@ -319,11 +303,10 @@ def now(run: Run, made: float) -> dict[str, Any]:
         "eta": eta,
         "rows_per_second": _sum(latest, "rows") if every else None,
         "tokens_per_second": (_sum(latest, "tokens") or _sum(latest, "slots")) if every else None,
-        "waited": _waited(list(latest.values())),
-        "waited_since_start": _waited([span for spans in of_rank.values() for span in spans]),
-        **_work(of_rank, here=not last.workers),
+        "waited": reduce(Span.then, latest.values()).waited_share if latest else None,
+        **_work([span for spans in of_rank.values() for span in spans], here=not last.workers),
         "by_rank": ranks,
-        "sources": _sources(run, last),
+        "sources": sources(run, last, max(last.steps.values())),
     }
 
 
@@ -365,20 +348,13 @@ def _sum(latest: dict[int, Span], name: str) -> float | None:
     return sum(known) if known and len(known) == len(rates) else None
 
 
-def _waited(spans: list[Span]) -> float | None:
-    seconds = sum(span.seconds for span in spans)
-    return min(1.0, sum(span.waited for span in spans) / seconds) if seconds else None
-
-
-def _work(of_rank: dict[int, list[Span]], *, here: bool) -> dict[str, Any]:
+def _work(spans: list[Span], *, here: bool) -> dict[str, Any]:
     """Return the seconds of work by stage, the shares of padding and of full sequences, since the start.
 
     ``here``: all work was done while the model waited, by no workers.
     """
-    total, seconds, waited = Figures(), 0.0, 0.0
-    for spans in of_rank.values():
-        for span in spans:
-            total, seconds, waited = total.plus(span.figures), seconds + span.seconds, waited + span.waited
+    whole = reduce(Span.then, spans) if spans else None
+    total, seconds, waited = (Figures(), 0.0, 0.0) if whole is None else (whole.figures, whole.seconds, whole.waited)
     stages = {name: getattr(total, name) / 1000 for name in STAGES if getattr(total, name)}
     rest = waited - sum(stages.values())
     if here and stages and rest > _REST * waited:
@@ -386,6 +362,7 @@ def _work(of_rank: dict[int, list[Span]], *, here: bool) -> dict[str, Any]:
     is_packed = total.packed is not None and bool(total.places)
     padding = 1 - total.tokens / total.slots if total.tokens is not None and total.slots else None
     return {
+        "waited_since_start": None if whole is None else whole.waited_share,
         "seconds": seconds,
         "stages": stages,
         "tokens_are_padded": total.tokens is None and total.slots is not None,
@@ -409,12 +386,3 @@ def _eta(run: Run, last: Generation) -> float | None:
     if begin is None or end is None or here is None or end <= begin:
         return None
     return (1 - here) * (newest.elapsed - elapsed) / 1000 / (end - begin)
-
-
-def _sources(run: Run, last: Generation) -> list[dict[str, Any]]:
-    """Return the sources of a run that has several, with the rows that the epoch has consumed of each."""
-    sources = sources_of(run, last, max(last.steps.values()))
-    total = sum(one.consumed for one in sources)
-    if len(sources) < 2:
-        return []
-    return [{**vars(one), "share": one.consumed / total if total else None} for one in sources]

@@ -18,7 +18,6 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from types import TracebackType
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
@@ -81,10 +80,8 @@ class Watch:
     def __enter__(self) -> Watch:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, problem: BaseException | None, at: TracebackType | None
-    ) -> None:
-        self._server.server_close()
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def admits(self, host: str | None, given: str) -> bool:
         """Return True if a request may be answered: by its token or, on this machine's own address, its host name."""
