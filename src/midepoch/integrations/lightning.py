@@ -13,7 +13,7 @@ import lightning.pytorch as pl
 
 from midepoch._internal.hints import hinted_methods
 from midepoch.errors import CheckpointNotFoundError, WorldError
-from midepoch.integrations.states import check_equal_epochs, check_same_steps, for_all_ranks, rest_or_next
+from midepoch.integrations.states import check_equal_epochs, check_same_steps, for_all_ranks, length_of, rest_or_next
 from midepoch.loader import Loader
 
 _MOST_BEHIND = 8
@@ -56,7 +56,7 @@ class ResumableData(pl.LightningDataModule):  # type: ignore[misc]
 
     def _resume(self, restored: dict[str, Any]) -> None:
         assert self._train is not None
-        if self._train.has_length:
+        if length_of(self._train.loader) is not None:
             check_same_steps(restored["global_batch"], self._train.global_batch, "Lightning")
         self._train.go_to(restored["train"])
 
@@ -106,13 +106,6 @@ class _Passes:
     def global_batch(self) -> int:
         """Rows of a step, over all ranks."""
         return self.loader.options.batch_size * self.loader.shard.count
-
-    @property
-    def has_length(self) -> bool:
-        try:
-            return len(self.loader) >= 0
-        except TypeError:
-            return False
 
     def stands(self) -> Any:
         """Return the state after the last batch that was trained on."""

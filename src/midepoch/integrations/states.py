@@ -118,6 +118,14 @@ def _connected(data_ranks: list[int]) -> Any:
     return group
 
 
+def length_of(loader: Loader) -> int | None:
+    """Return the batches of an epoch, or None if the number is unknown."""
+    try:
+        return len(loader)
+    except TypeError:
+        return None
+
+
 def rest_or_next(loader: Loader) -> Iterator[Any]:
     """Yield the rest of the loader's current epoch, or the next epoch if nothing is left.
 

@@ -11,7 +11,7 @@ import logging
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping
-from itertools import repeat
+from itertools import chain, repeat
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from midepoch.integrations.states import (
     check_equal_epochs,
     check_same_steps,
     for_all_ranks,
+    length_of,
     read_state,
     rest_or_next,
     write_state,
@@ -103,7 +104,7 @@ class ResumableTraining:
         saved = None if self._checkpoint is None else self._saved(Path(self._checkpoint, STATE_FILE))
         loader = self._make_loader(self._ordered(self.train_dataset, saved))
         if saved is not None:
-            if _length(loader) is not None:
+            if self._length(loader) is not None:
                 check_same_steps(saved["total_batch"], self.get_total_train_batch_size(self.args), "the Trainer")
             loader.load_state_dict(saved["data"])
         # A DataLoader without work of its own, as the Trainer and skip_first_batches expect one. Its seed is drawn from
@@ -190,11 +191,14 @@ class ResumableTraining:
         """Return the number of batches that the Trainer, which counts steps, discards when a run resumes."""
         if self._checkpoint is None:
             return 0
-        accumulated = self.args.gradient_accumulation_steps
-        length = _length(loader)
+        accumulated, length = self.args.gradient_accumulation_steps, self._length(loader)
         # For data of unknown length the Trainer treats the complete run as one epoch.
         steps = self.args.max_steps if length is None else max(1, math.ceil(length / accumulated))
         return int(self.state.global_step % steps * accumulated)
+
+    def _length(self, loader: Loader) -> int | None:
+        """Return the batches of an epoch, or None if the number is unknown."""
+        return length_of(loader)
 
     def _trained_with(self: Any) -> Loader | None:
         """Return the loader of the current run. (Others are created to look at a batch.)"""
@@ -236,8 +240,11 @@ class _Batches(IterableDataset[Any]):  # type: ignore[misc]
     def __iter__(self) -> Iterator[Any]:
         skipped = 0 if self._begun else self._to_be_skipped(self.loader)
         self._begun = True
-        yield from repeat(None, skipped)
-        yield from rest_or_next(self.loader)
+        # chain, because "yield from" would close the batches of several epochs with the first one.
+        yield from chain(repeat(None, skipped), self._batches())
+
+    def _batches(self) -> Iterator[Any]:
+        return rest_or_next(self.loader)
 
     def __len__(self) -> int:
         return len(self.loader)
@@ -281,14 +288,6 @@ def _check_arguments(args: Any) -> None:
                 f"accelerator_config={{'{name}': True}} is for data that Accelerate distributes, and a dataset of "
                 "midepoch gives each rank its own rows. Leave it out, and set per_device_train_batch_size."
             )
-
-
-def _length(loader: Loader) -> int | None:
-    """Return the batches of an epoch, or None if the number is unknown."""
-    try:
-        return len(loader)
-    except TypeError:
-        return None
 
 
 def _unchanged(batch: Any) -> Any:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import chain, islice, repeat
+from itertools import islice, repeat
 from typing import Any, NamedTuple
 
 import datasets
@@ -210,6 +210,13 @@ class GenerationLayout(NamedTuple):
         steps = math.ceil(uses / self.accumulated) * self.accumulated
         return min(steps, self.slices * self.iterations)
 
+    def length(self, loader: Loader) -> int | None:
+        """Return the micro-batches of an epoch on one rank, or None if the number is unknown."""
+        if (rows := loader.pipeline.numbered) is None:
+            return None
+        complete, rest = divmod(rows, self.prompts)
+        return complete * self.micro_batches(self.prompts) + self.micro_batches(rest)
+
 
 class GenerationBatch(list[Any]):
     """Rows of one generation batch for one rank, with the leases of its prompts on all ranks."""
@@ -289,12 +296,8 @@ class ResumablePrompts(ResumableTraining):
     def _ordered(self: Any, data: Dataset, saved: dict[str, Any] | None) -> Dataset:
         return super()._ordered(data, saved) if self.shuffle_dataset else data
 
-    def _to_be_skipped(self: Any, loader: Loader) -> int:
-        if self._checkpoint is None:
-            return 0
-        length, accumulated = _length(loader, self._layout()), self.args.gradient_accumulation_steps
-        steps = self.args.max_steps if length is None else math.ceil(length / accumulated)
-        return int(self.state.global_step % steps * accumulated)
+    def _length(self, loader: Loader) -> int | None:
+        return self._layout().length(loader)
 
     def _generate_and_score_completions(self: Any, inputs: Any) -> dict[str, Any]:
         output: dict[str, Any] = super()._generate_and_score_completions(inputs)  # type: ignore[misc]
@@ -363,13 +366,10 @@ class _Generations(_Batches):
     ) -> None:
         super().__init__(loader, to_be_skipped)
         self._layout, self._rank, self._epochs = layout, rank, epochs
-        self._batches = self._over_epochs()
+        self._generations = self._over_epochs()
 
-    def __iter__(self) -> Iterator[Any]:
-        skipped = 0 if self._begun else self._to_be_skipped(self.loader)
-        self._begun = True
-        # chain, because "yield from" would close the batches with the Trainer's epoch.
-        yield from chain(repeat(None, skipped), self._batches)
+    def _batches(self) -> Iterator[Any]:
+        return self._generations
 
     def _over_epochs(self) -> Iterator[GenerationBatch]:
         while self._epochs is None or self.loader.epoch < self._epochs:
@@ -379,7 +379,7 @@ class _Generations(_Batches):
                     yield from repeat(GenerationBatch(prompts, self._layout, self._rank), copies)
 
     def __len__(self) -> int:
-        length = _length(self.loader, self._layout)
+        length = self._layout.length(self.loader)
         if length is None:
             raise TypeError(f"the number of batches of {self.loader!r} is unknown")
         return length
@@ -388,14 +388,6 @@ class _Generations(_Batches):
     def rows(self) -> int:
         rows = self.loader.pipeline.numbered
         return len(self.loader) if rows is None else rows
-
-
-def _length(loader: Loader, layout: GenerationLayout) -> int | None:
-    """Return the micro-batches of an epoch on one rank, or None if the number is unknown."""
-    if (rows := loader.pipeline.numbered) is None:
-        return None
-    complete, rest = divmod(rows, layout.prompts)
-    return complete * layout.micro_batches(layout.prompts) + layout.micro_batches(rest)
 
 
 def _check_steps(layout: GenerationLayout, has_length: bool) -> None:
