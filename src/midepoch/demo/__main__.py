@@ -129,7 +129,7 @@ def train(
     kill: bool = False,
     first: int = 0,
 ) -> None:
-    """Run the training in a separate process and follow its log. With ``kill``, kill it at the last step."""
+    """Run the training in a separate process, which prints its steps. With ``kill``, kill it at the last step."""
     run.mkdir(exist_ok=True)
     (run / "rows.log").unlink(missing_ok=True)
     command = [sys.executable, "-m", "midepoch.demo.train", f"--data={folder}/data/*.parquet"]
@@ -137,31 +137,19 @@ def train(
     if kill:
         command += [f"--wait-at={last + 20}"]  # on a busy machine it might finish before it is killed
     task = progress.add_task(what, total=last, completed=first)
-    process = subprocess.Popen(command)
-    try:
-        while process.poll() is None:
-            time.sleep(0.05)  # often enough for a bar, and without a share of the time of the training
-            step = last_step(run) or first
-            progress.update(task, completed=min(step, last))
-            if kill and step >= last:
-                process.send_signal(signal.SIGKILL)
-                process.wait()
-    finally:
-        if process.poll() is None:
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            for step in map(int, process.stdout or ()):
+                progress.update(task, completed=min(step, last))
+                if kill and step >= last:
+                    process.kill()
+                    break  # its workers have the pipe, too
+        except BaseException:
             process.kill()
+            raise
     if process.returncode != (-signal.SIGKILL if kill else 0):
         sys.exit(f"the training ended with status {process.returncode}")
     progress.update(task, completed=last)
-
-
-def last_step(run: Path) -> int:
-    try:
-        with (run / "rows.log").open("rb") as log:
-            log.seek(max(0, log.seek(0, os.SEEK_END) - 4096))
-            lines = log.read().split(b"\n")
-    except FileNotFoundError:
-        return 0
-    return int(lines[-2].split()[0]) if len(lines) > 1 and lines[-2].strip() else 0
 
 
 def read_log(run: Path) -> dict[int, list[int]]:

@@ -58,6 +58,7 @@ def main() -> None:
                 optimizer.step()
                 step += 1
                 log.write(f"{step} {' '.join(map(str, batch['id'].tolist()))}\n")
+                print(step, flush=True)
                 if step % CHECKPOINT_EVERY == 0:
                     state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
                     torch.save({**state, "loader": loader.state_dict(), "step": step}, f"{checkpoint}.new")
