@@ -139,7 +139,7 @@ def describe(
         else None,
         whose=None if whole else _whose(first),
         changes=tuple(map(str, first["changes"])),
-        sources=_sources(parts_from_json(first["parts"])),
+        sources=tuple(_source_texts(parts_from_json(first["parts"]), "")),
         batches=_batches(first) if by_tokens else None,
         steps=first["steps"],
         excluded=_excluded(parsed, "outputs" if is_stream else "batches" if by_tokens else "rows"),
@@ -189,13 +189,11 @@ def _whose(state: Saved) -> str:
     return f"shard {state['shard']} of {state['shards']}"
 
 
-def _sources(parts: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return each source of a mix or another combination, with its weight."""
-    return tuple(_source_texts(parts, "")) if parts else ()
-
-
 def _source_texts(tree: Mapping[str, Any], outer: str) -> Iterator[str]:
-    """Yield the name of each source, its rows, steps and weight. Sources of a mix in a mix are named OUTER/INNER."""
+    """Yield the name of each source of a mix or another combination, its rows, steps and weight.
+
+    Sources of a mix in a mix are named OUTER/INNER.
+    """
     parts = tree.get("parts", ())
     names, weights = tree.get("names") or (), tree.get("weights") or ()
     for number, (part, name, weight) in enumerate(zip_longest(parts, names, weights)):
@@ -239,7 +237,8 @@ def differences(first: Any, second: Any) -> list[Difference]:
             fields.append(Difference(name, state[name], other[name], cause))
     if state["unit"] != other["unit"]:
         cause = "steps that change the number of rows were added or removed"
-        fields.append(Difference("kind", _kind(state), _kind(other), cause))
+        first_kind, second_kind = ("stream" if one["unit"] == "outputs" else "dataset" for one in (state, other))
+        fields.append(Difference("kind", first_kind, second_kind, cause))
     if state["parts"] != other["parts"]:
         fields.append(Difference("parts", state["parts"], other["parts"], "the sources, or their steps, have changed"))
     return fields
@@ -247,13 +246,5 @@ def differences(first: Any, second: Any) -> list[Difference]:
 
 def _fields(given: Any) -> dict[str, Any]:
     """Return the fields of a state, with the description of its sources."""
-    saved = parse(_one(given))
+    saved = parse(given[0] if isinstance(given, (list, tuple)) and given else given)
     return {**saved.fields, "parts": parts_from_json(saved["parts"])}
-
-
-def _kind(state: Mapping[str, Any]) -> str:
-    return "stream" if state["unit"] == "outputs" else "dataset"
-
-
-def _one(state: Any) -> Any:
-    return state[0] if isinstance(state, (list, tuple)) and state else state

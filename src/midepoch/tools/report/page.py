@@ -25,7 +25,7 @@ from midepoch.checkpoint import PipelineCheckpoint
 from midepoch.checkpoint.manager import step_health
 from midepoch.dataset import Dataset
 from midepoch.errors import DataNotFoundError, MidepochError, StateError
-from midepoch.order import Order, Selection, Weighted
+from midepoch.order import Order, Selection, SourceLayout, Weighted
 from midepoch.pipeline.spec import PipelineSpec
 from midepoch.storage.address import Address
 from midepoch.tools.report.now import curves, names_of, now
@@ -62,14 +62,19 @@ def collect(
     runs = [(str(folder), one) for folder in folders for one in _runs(folder, stream)]
     if folders and not runs:
         raise DataNotFoundError(f"no loader {stream!r} recorded in {', '.join(map(str, folders))}.")
+    data, shuffle = None, None
+    if dataset is not None and not runs:
+        data, spec = _layout(dataset), dataset.pipeline
+        if spec.numbered and len(dataset):
+            shuffle = _shuffle(spec.order, spec.source.layout, dataset.epoch, batch_size, dataset, label)
     found: dict[str, Any] = {
         "title": ", ".join(map(str, folders)) or _title(dataset),
         "made": made,
         "runs": [
             {"folder_path": folder, **_of_run(one, dataset, label, made, alone=len(runs) == 1)} for folder, one in runs
         ],
-        "data": _layout(dataset) if dataset is not None and not runs else None,
-        "shuffle": _shuffle(dataset, label, batch_size) if dataset is not None and not runs else None,
+        "data": data,
+        "shuffle": shuffle,
         "checkpoints": None,
     }
     where = checkpoints if checkpoints is not None else _beside(folders[0] if len(folders) == 1 else None)
@@ -150,38 +155,33 @@ def _of_run(run: Run, ds: Dataset | None, label: str | None, made: float, *, alo
     ``alone``: there is no other run to which the data may belong.
     """
     sources, last = run.order.sources, run.generations[-1].shape
-    matches = ds is not None and {leaf.source.fingerprint for leaf in ds.pipeline.node.leaves} == {
-        source.about["data"] for source in sources
-    }
-    if ds is not None and not matches and alone and len(run.streams) == 1:
-        raise StateError(
-            f"the data is not that of the run: its fingerprint is {ds.pipeline.source.fingerprint}, the run's "
-            f"{', '.join(source.about['data'] for source in sources)}."
-        )
-    contents = {
-        **of_run(run, made),
-        "data": {**_layout(ds), "sources": names_of(run.order)} if ds is not None and matches else _layout_of_run(run),
-        "shuffle": None,
-    }
-    if len(sources) == 1 and not isinstance(
-        sources[0].order.shuffle, Weighted
-    ):  # of several sources, batches are as mixed as the weights
-        order = sources[0]
-        labels = _labels(ds, label, order.order.selection) if ds is not None and matches and label is not None else None
-        batch = last.global_batch
+    fingerprints = {source.about["data"] for source in sources}
+    if ds is not None and {leaf.source.fingerprint for leaf in ds.pipeline.node.leaves} != fingerprints:
+        if alone and len(run.streams) == 1:
+            raise StateError(
+                f"the data is not that of the run: its fingerprint is {ds.pipeline.source.fingerprint}, the run's "
+                f"{', '.join(source.about['data'] for source in sources)}."
+            )
+        ds = None
+    shuffle = None
+    if len(sources) == 1:  # of several sources, batches are as mixed as the weights
+        order, batch = sources[0], last.global_batch
         if last.batching.budget:  # it counts batches by tokens
             batch = max(1, batch * order.rows // max(1, min(run.every[-1].end, order.rows)))
-        shuffle = quality(order.order, order.layout, last.epoch, batch=batch, labels=labels)
-        contents["shuffle"] = {**shuffle, "label": label if labels is not None else None}
-    return contents
+        shuffle = _shuffle(order.order, order.layout, last.epoch, batch, ds, label)
+    data = _layout_of_run(run) if ds is None else {**_layout(ds), "sources": names_of(run.order)}
+    return {**of_run(run, made), "data": data, "shuffle": shuffle}
 
 
-def _shuffle(ds: Dataset, label: str | None, batch: int) -> dict[str, Any] | None:
-    if not ds.pipeline.numbered or not len(ds) or isinstance(ds.pipeline.order.shuffle, Weighted):
+def _shuffle(
+    order: Order, layout: SourceLayout, epoch: int, batch: int, ds: Dataset | None, label: str | None
+) -> dict[str, Any] | None:
+    """Return the quality of a shuffle, by the values of a column of the dataset if both are given."""
+    if isinstance(order.shuffle, Weighted):
         return None
-    order = ds.pipeline.order
-    labels = None if label is None else _labels(ds, label, order.selection)
-    return {**quality(order, ds.pipeline.source.layout, ds.epoch, batch=batch, labels=labels), "label": label}
+    labels = None if ds is None or label is None else _labels(ds, label, order.selection)
+    found = quality(order, layout, epoch, batch=batch, labels=labels)
+    return {**found, "label": None if labels is None else label}
 
 
 def _labels(ds: Dataset, label: str, selection: Selection) -> Callable[[Int64Array], Any]:
