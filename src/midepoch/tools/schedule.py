@@ -55,8 +55,6 @@ class SimulatedRun:
 
     rows: FloatArray
     """Draws by phase and source."""
-    taken: FloatArray
-    """The same in the unit of the schedule."""
     endless: tuple[float, ...] | None = None
     """Shares of the sources in the part without an end, if there is one."""
     events: list[Event] = field(default_factory=list)
@@ -127,8 +125,7 @@ def _simulated(
     seed: int | None,
 ) -> SimulatedRun:
     """Return the draws of a lane, with its own positions. Without a seed, they are in proportion to the weights."""
-    shape = (len(schedule.plan), len(names))
-    found = SimulatedRun(np.zeros(shape), np.zeros(shape))
+    found = SimulatedRun(np.zeros((len(schedule.plan), len(names))))
     left = {n: float(limit[0] * lane.before(limit[1])) for n, limit in enumerate(limits) if limit is not None}
     spent: set[int] = set()
     position: float = 0
@@ -151,13 +148,11 @@ def _simulated(
             beyond = draws.first_beyond({source: rows for source, rows in left.items() if active[source]})
             if beyond is None and length is None:  # it has no end
                 found.rows[phase, np.array(active) > 0] = np.inf
-                found.taken[phase, np.array(active) > 0] = np.inf
                 found.endless = shares(active)
                 return found
             amount = beyond[0] if beyond is not None else length or 0
             rows = draws.rows(amount)
             found.rows[phase] += rows
-            found.taken[phase] += rows * np.array(means)
             left = {source: max(0.0, most - rows[source]) for source, most in left.items()}
             position = position + amount if beyond is not None else stop
             if beyond is not None:
@@ -176,7 +171,6 @@ def _joined(lanes: Sequence[SimulatedRun], ranks: int) -> SimulatedRun:
     ends = [(lane.end[0], round(lane.end[1] * ranks)) for lane in lanes if lane.end is not None]
     return SimulatedRun(
         np.sum([lane.rows for lane in lanes], axis=0),
-        np.sum([lane.taken for lane in lanes], axis=0),
         next((lane.endless for lane in lanes if lane.endless is not None), None),
         sorted(events.values(), key=lambda event: (event.position, event.source)),
         min(ends, key=lambda end: end[1], default=None),
@@ -299,14 +293,16 @@ def plan_schedule(
         for name in names
     ]
     limits = [None if most is None else (most, sizes[name].rows) for name, most in zip(names, caps, strict=True)]
-    run = drawn(schedule, names, limits, ranks, seed) if schedule.unit == "rows" else None
-    exact = run is not None
+    exact = run = drawn(schedule, names, limits, ranks, seed) if schedule.unit == "rows" else None
+    assumed = means or [1.0] * len(names)
     if run is None:
-        run = estimated(schedule, names, limits, means or [1.0] * len(names))
-    uses = partial(_uses, schedule, names, sizes, run, schedule.unit == "rows" or means is not None)
+        run = estimated(schedule, names, limits, assumed)
+    lengths = assumed if schedule.unit == "tokens" else [sizes[name].mean if name in sizes else None for name in names]
+    rows_known = schedule.unit == "rows" or means is not None
+    uses = partial(_uses, names=names, sizes=sizes, lengths=lengths, rows_known=rows_known, endless=run.endless)
     phases = []
     for number, one in enumerate(schedule.plan):
-        mine = uses(number)
+        mine = uses(run.rows[number])
         rows, tokens = _sum(use.rows for use in mine), _sum(use.tokens for use in mine)
         stop = one.stop if one.stop < OPEN else None
         shape = (one.global_batch_size, one.sequence_length)
@@ -325,12 +321,12 @@ def plan_schedule(
     problem = _end(schedule, run, notes)
     return SchedulePlan(
         schedule.unit,
-        exact,
+        exact is not None,
         ranks,
         _sum(one.steps for one in schedule.plan),
         sizes,
         tuple(phases),
-        uses(None),
+        uses(run.rows.sum(axis=0)),
         used_up,
         problem,
         tuple(notes),
@@ -433,30 +429,22 @@ def _end(schedule: Schedule, run: SimulatedRun, notes: list[str]) -> str | None:
 
 
 def _uses(
-    schedule: Schedule,
+    rows: FloatArray,
     names: Sequence[str],
     sizes: Mapping[str, SourceSize],
-    run: SimulatedRun,
-    known: bool,
-    phase: int | None,
+    lengths: Sequence[float | None],
+    rows_known: bool,
+    endless: Sequence[float] | None,
 ) -> tuple[Use, ...]:
-    """Return the uses of the sources in a phase, or in the run. ``known``: rows are known, not only tokens."""
-    rows, taken = (
-        (run.rows.sum(axis=0), run.taken.sum(axis=0)) if phase is None else (run.rows[phase], run.taken[phase])
-    )
-    shares = np.array(run.endless) if np.isinf(rows).any() else rows / (rows.sum() or 1.0)
-    found = []
-    for number, name in enumerate(names):
-        size, tokens, passes = sizes.get(name), None, None
-        endless = bool(np.isinf(rows[number]))
-        if schedule.unit == "tokens":
-            tokens = _integer(taken[number])
-        elif size is not None and size.mean is not None and not endless:
-            tokens = round(float(rows[number]) * size.mean)
-        if known and size is not None and size.rows and not endless:
-            passes = float(rows[number]) / size.rows
-        found.append(Use(name, float(shares[number]), _integer(rows[number]) if known else None, tokens, passes))
-    return tuple(found)
+    """Return the uses of the sources, given the rows of each. ``rows_known``: otherwise only their tokens are known."""
+    shares = np.array(endless) if np.isinf(rows).any() else rows / (rows.sum() or 1.0)
+    uses = []
+    for name, taken, share, length in zip(names, rows.tolist(), shares.tolist(), lengths, strict=True):
+        total = sizes[name].rows if name in sizes and rows_known and not math.isinf(taken) else 0
+        tokens = None if length is None else _integer(taken * length)
+        passes = taken / total if total else None
+        uses.append(Use(name, share, _integer(taken) if rows_known else None, tokens, passes))
+    return tuple(uses)
 
 
 def _sum(values: Iterable[int | None]) -> int | None:
@@ -465,7 +453,7 @@ def _sum(values: Iterable[int | None]) -> int | None:
 
 
 def _integer(value: float) -> int | None:
-    return None if np.isinf(value) else round(float(value))
+    return None if math.isinf(value) else round(value)
 
 
 def _step(schedule: Schedule, position: int) -> int | None:
