@@ -87,6 +87,13 @@ def open_data(
     return ds if split is None else _part(ds, split)
 
 
+def shuffled(ds: Dataset, seed: int | None, scope: str | None, window: int | None) -> Dataset:
+    """Return the data in the order of ``--shuffle``, ``--scope`` and ``--window``."""
+    if seed is None and (scope is not None or window is not None):
+        raise ValueError("--scope and --window are settings of a shuffle. Pass its seed with --shuffle.")
+    return ds if seed is None else ds.shuffle(seed, scope, window)
+
+
 def _tables_or_tokens(data: Sequence[str], format: str, options: dict[str, Any]) -> Dataset:
     import midepoch
 

@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from midepoch.cli import common
-from midepoch.cli.data import Config, Data, Format, Split, Storage, open_data
+from midepoch.cli.data import Config, Data, Format, Split, Storage, open_data, shuffled
 from midepoch.errors import ColumnError
 
 if TYPE_CHECKING:
     from midepoch.dataset import Dataset
+    from midepoch.tools.contents import Media
 
 
 _FILES = 20
@@ -161,8 +162,6 @@ def peek(
 
     from midepoch.tools.contents import describe_media, feature_text, label_names
 
-    if shuffle is None and (scope is not None or window is not None):
-        raise ValueError("--scope and --window are settings of a shuffle. Pass its seed with --shuffle.")
     chosen = [name for name, value in (("--position", position), ("--row", row), ("--where", where)) if value]
     if len(chosen) > 1 or (chosen[:1] not in ([], ["--position"]) and shuffle is not None):
         raise ValueError(
@@ -172,8 +171,7 @@ def peek(
     found = row if row else None if where is None else rows_where(ds, where, count)
     if columns is not None:
         ds = ds.select_columns([name.strip() for name in columns.split(",")])
-    if shuffle is not None:
-        ds = ds.shuffle(shuffle, scope, window)
+    ds = shuffled(ds, shuffle, scope, window)
     if epoch:
         ds.set_epoch(epoch)
     if found == [] and not as_json:
@@ -187,27 +185,28 @@ def peek(
     places = [pipeline.source.place(int(row)) for row in pipeline.order.selection.source_rows(rows)]
     values = ds.with_format("arrow")[positions].to_pylist()
     features = {name: pipeline.source.features.get(pipeline.head.get(name, "")) for name in ds.column_names}
-    shown = []
-    for at, number, place, row_values in zip(positions, rows, places, values, strict=True):
-        media = {name: describe_media(value, features.get(name)) for name, value in row_values.items()}
-        labels = {name: label_names(value, features.get(name)) for name, value in row_values.items()}
-        shown.append(
-            {
-                "position": int(at),
-                "row": int(number),
-                "place": place,
-                "values": row_values,
-                "media": {name: {"kind": one.kind, **one.details} for name, one in media.items() if one is not None},
-                "labels": {name: names for name, names in labels.items() if names is not None},
-                "texts": {name: f"{one.kind}: {one.text}" for name, one in media.items() if one is not None},
-            }
-        )
-    if as_json:
-        common.print_json([{name: part for name, part in one.items() if name != "texts"} for one in shown])
-        return
     types = {field.name: feature_text(features.get(field.name)) or str(field.type) for field in ds.schema}
-    for one in shown:
-        _show_rows(one, types)
+    records = []
+    for at, number, place, row_values in zip(positions, rows, places, values, strict=True):
+        described = {name: describe_media(value, features.get(name)) for name, value in row_values.items()}
+        media = {name: one for name, one in described.items() if one is not None}
+        named = {name: label_names(value, features.get(name)) for name, value in row_values.items()}
+        labels = {name: names for name, names in named.items() if names is not None}
+        details = {name: {"kind": one.kind, **one.details} for name, one in media.items()}
+        about = {"position": int(at), "row": int(number), "place": place}
+        records.append({**about, "values": row_values, "media": details, "labels": labels})
+        if not as_json:
+            lines = (
+                {
+                    "name": name,
+                    "value": _text(value, media.get(name), labels.get(name)),
+                    "type": (types.get(name, ""), "dim"),
+                }
+                for name, value in row_values.items()
+            )
+            common.print_table(lines, title=f"position {at:,}: {place}", header=False)
+    if as_json:
+        common.print_json(records)
 
 
 _TERM = re.compile(r"""\s*([\w.-]+)\s*(==|=|!=|<>|<=|>=|<|>)\s*('[^']*'|"[^"]*"|[^\s'"]+)\s*""")
@@ -261,24 +260,13 @@ def _condition(where: str, ds: Dataset) -> tuple[Any, list[str]]:
     return filters_to_expression([terms]), list(dict.fromkeys(path[0] for path, _, _ in terms))
 
 
-def _show_rows(row: dict[str, Any], types: dict[str, str]) -> None:
-    lines = []
-    for name, value in row["values"].items():
-        text = row["texts"].get(name)
-        if text is None:
-            text = _short(value)
-        elif (size := _size(value)) is not None:
-            text = f"{text}, {common.bytes_text(size)}"
-        if (names := row["labels"].get(name)) is not None:
-            text = f"{text} ({_short(names)})"
-        lines.append({"name": name, "value": text, "type": (types.get(name, ""), "dim")})
-    common.print_table(lines, title=f"position {row['position']:,}: {row['place']}", header=False)
-
-
-def _size(value: Any) -> int | None:
-    """Return the bytes of a file in a column."""
+def _text(value: Any, media: Media | None, labels: Any) -> str:
+    """Return a value in words: that of a file with its size, that of a label with its name."""
+    text = _short(value) if media is None else f"{media.kind}: {media.text}"
     data = value.get("bytes") if isinstance(value, dict) else value
-    return len(data) if isinstance(data, bytes) else None
+    if media is not None and isinstance(data, bytes):
+        text += f", {common.bytes_text(len(data))}"
+    return text if labels is None else f"{text} ({_short(labels)})"
 
 
 def _short(value: Any) -> str:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from midepoch.cli import common
-from midepoch.cli.data import Config, Format, Split, Storage, open_data
+from midepoch.cli.data import Config, Format, Split, Storage, open_data, shuffled
 from midepoch.errors import DataNotFoundError
 
 if TYPE_CHECKING:
@@ -256,16 +256,12 @@ def report(
     if not output.parent.is_dir():
         raise DataNotFoundError(f"there is no folder {output.parent} to write {output.name} to.")
     is_run = all(map(_is_run, target))
-    if shuffle is None and (scope is not None or window is not None):
-        raise ValueError("--scope and --window are settings of a shuffle. Pass its seed with --shuffle.")
-    if is_run and shuffle is not None:
-        raise ValueError("a run already has an order: --shuffle is for data only")
+    if is_run and (shuffle, scope, window) != (None, None, None):
+        raise ValueError("a run already has an order: --shuffle, --scope and --window are for data only")
     paths = data if is_run else target
-    ds = open_data(paths, split, config, storage, format) if paths else None
-    if ds is not None and shuffle is not None:
-        ds = ds.shuffle(shuffle, scope, window)
+    ds = shuffled(open_data(paths, split, config, storage, format), shuffle, scope, window) if paths else None
     contents = collect(
-        (target[0] if len(target) == 1 else target) if is_run else None,
+        target if is_run else None,
         ds,
         stream=stream,
         checkpoints=checkpoints,
@@ -314,9 +310,7 @@ def watch(
     from midepoch.tools.report.watch import Watch
 
     def look() -> dict[str, Any]:
-        return collect(
-            runs[0] if len(runs) == 1 else runs, stream=stream, checkpoints=checkpoints, read_checkpoints=False
-        )
+        return collect(runs, stream=stream, checkpoints=checkpoints, read_checkpoints=False)
 
     for run in runs:
         _wait_for_ledger(run)
