@@ -95,25 +95,10 @@ def _source_and_row(text: str, source: int) -> tuple[int | str, int]:
 
 
 def _proof(runs: list[Run], as_json: bool) -> None:
-    from midepoch.tools.report.page import counts
+    from midepoch.tools.report.page import proof_of
 
     if as_json:
-        records = [
-            {
-                "stream": run.stream,
-                "name": run.streams[run.stream],
-                "exact": run.exact,
-                "steps": run.steps,
-                "unit": run.unit,
-                "starts": run.attempts,
-                "world_sizes": run.worlds,
-                "problems": run.problems,
-                "epochs": list(map(counts, run.epochs)),
-                "weight_changes": [one._asdict() for one in run.weight_changes],
-            }
-            for run in runs
-        ]
-        common.print_json({"exact": all(run.exact for run in runs), "loaders": records})
+        common.print_json({"exact": all(run.exact for run in runs), "loaders": list(map(proof_of, runs))})
     else:
         for run in runs:
             _show_proof(run, len(runs) > 1)

@@ -32,7 +32,7 @@ def call(*arguments: Any) -> Result:
 def test_a_run(run_folder: Path) -> None:
     found = collect(run_folder)
     (run,) = found["runs"]
-    assert run["exact"] and run["worlds"] == [2, 3] and run["starts"] == 2 and run["steps"] == 20 + 24
+    assert run["exact"] and run["world_sizes"] == [2, 3] and run["starts"] == 2 and run["steps"] == 20 + 24
     first, second = run["epochs"]
     assert (first["once"], first["again"], first["dropped"]) == (1000, 200, 0) and first["complete"]
     assert second["once"] == 4 * 30 and second["pending"] == 1000 - 120 - second["dropped"]

@@ -127,7 +127,7 @@ function overview(run) {
     run && [over ? "every row was delivered once" : "rows delivered once", words, !run.exact ? "bad" : over ? "good" : ""],
     run && ["lost / repeated", number(sum("never")) + " / " + number(sum("repeated")), sum("never") + sum("repeated") ? "bad" : ""],
     run && ["step" + (run.steps === 1 ? "" : "s"), number(run.steps)], run && ["start" + (run.starts === 1 ? "" : "s"), number(run.starts)],
-    run && run.worlds.length > 1 && ["ranks over time", run.worlds.join(" → ")],
+    run && run.world_sizes.length > 1 && ["ranks over time", run.world_sizes.join(" → ")],
     data && ["row" + (data.rows === 1 ? "" : "s") + (run ? " in an epoch" : ""), number(data.rows)], data && ["file" + (data.files === 1 ? "" : "s"), number(data.files)], data && data.bytes != null && ["on disk", size(data.bytes)],
   ]), ...(run ? run.problems.map(text => el("p", { class: "bad" }, "✕ " + text)) : []));
 }
@@ -183,7 +183,7 @@ function timeline(run) {
   const when = t => width < 600 ? hour(t) : clock(t);
   node.append(label(left, 26 * shown.length + 14, when(begin)), label(width - 10, 26 * shown.length + 14, when(end), "end"));
   return section("timeline", "Starts and ranks", list.length ? node : note("No start matches the filters."),
-    note((numbers.length > shown.length ? `The last ${shown.length} of ${number(numbers.length)} starts. ` : "") + (run.worlds.length > 1 ? `Ranks over time: ${run.worlds.join(" → ")}. ` : "") + "Lines in a bar are the beginnings of epochs. A pale bar is no longer in the weights. Times are those of the machines' clocks."));
+    note((numbers.length > shown.length ? `The last ${shown.length} of ${number(numbers.length)} starts. ` : "") + (run.world_sizes.length > 1 ? `Ranks over time: ${run.world_sizes.join(" → ")}. ` : "") + "Lines in a bar are the beginnings of epochs. A pale bar is no longer in the weights. Times are those of the machines' clocks."));
 }
 
 function speed(run) {

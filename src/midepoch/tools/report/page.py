@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from midepoch._internal.hints import hinted
 from midepoch._internal.values import to_jsonable
-from midepoch.audit import EpochProof, Run, read_runs
+from midepoch.audit import Run, read_runs
 from midepoch.audit.passes import Generation
 from midepoch.checkpoint import PipelineCheckpoint
 from midepoch.checkpoint.manager import step_health
@@ -225,32 +225,38 @@ def of_run(run: Run, made: float) -> dict[str, Any]:
     kept = set(map(_key, run.generations))
     order = run.order
     pieces = _pieces(run, starts, kept)
+    proof = proof_of(run)
     return {
+        **proof,
         "folder": run.folder.name,
-        "name": run.streams[run.stream],
-        "steps": run.steps,
-        "unit": run.unit,
-        "exact": run.exact,
-        "problems": run.problems,
-        "starts": len(starts),
-        "worlds": run.worlds,
+        "starts": len(starts),  # without those that only loaded a state
         "seed": order.about["seed"],
         "pipeline": order.about["pipeline"],
-        "epochs": [
-            {**counts(proof), "examples": list(proof.examples), "pieces": pieces.get(proof.epoch, [])}
-            for proof in run.epochs
-        ],
-        "weight_changes": [one._asdict() for one in run.weight_changes],
+        "epochs": [{**one, "pieces": pieces.get(one["epoch"], [])} for one in proof["epochs"]],
         "passes": [_pass(run, one, starts[one.shape.attempt], _key(one) in kept) for one in run.every],
         "speed": curves(run, starts),
         "now": now(run, made),
     }
 
 
-def counts(proof: EpochProof) -> dict[str, Any]:
-    """Return the proof of an epoch, JSON-able."""
-    leases = None if proof.leases is None else proof.leases._asdict()
-    return {**vars(proof), "leases": leases, "exact": proof.exact, "complete": proof.complete}
+def proof_of(run: Run) -> dict[str, Any]:
+    """Return what the ledger of a run proves, JSON-able."""
+    epochs = []
+    for one in run.epochs:
+        leases = None if one.leases is None else one.leases._asdict()
+        epochs.append({**vars(one), "leases": leases, "exact": one.exact, "complete": one.complete})
+    return {
+        "stream": run.stream,
+        "name": run.streams[run.stream],
+        "exact": run.exact,
+        "steps": run.steps,
+        "unit": run.unit,
+        "starts": run.attempts,
+        "world_sizes": run.worlds,
+        "problems": run.problems,
+        "epochs": epochs,
+        "weight_changes": [one._asdict() for one in run.weight_changes],
+    }
 
 
 def _key(one: Generation) -> Any:
@@ -263,19 +269,9 @@ def _pieces(run: Run, starts: dict[str, int], kept: set[Any]) -> dict[int, list[
     found: dict[int, list[dict[str, Any]]] = defaultdict(list)
     for one in [*run.generations, *(one for one in run.every if _key(one) not in kept)]:
         about = {"start": starts[one.shape.attempt], "ranks": one.shape.ranks}
-        here = found[one.shape.epoch]
-        if one.lanes:
-            here += _lane_pieces(run, one, about, _key(one) in kept)
-            continue
-        begin, kept_steps = run.reached(one, 0), one.kept_steps if _key(one) in kept else 0
-        common, most = (pick(min(count, kept_steps) for count in one.steps.values()) for pick in (min, max))
-        common = 0 if one.missing else common
-        edges = [run.reached(one, steps) for steps in (common, most, one.most_steps)]
-        ahead = sum(count > common for count in one.steps.values()) / one.shape.ranks
-        parts = ((begin, edges[0], 1.0, False), (edges[0], edges[1], ahead, False), (edges[1], edges[2], 1.0, True))
-        here += [
+        found[one.shape.epoch] += [
             {**about, "from": first, "to": stop, "share": share, "again": again}
-            for first, stop, share, again in parts
+            for first, stop, share, again in _parts(run, one, one.kept_steps if _key(one) in kept else 0)
             if stop > first
         ]
     return {epoch: _joined(pieces) for epoch, pieces in found.items()}
@@ -292,16 +288,21 @@ def _joined(pieces: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return joined
 
 
-def _lane_pieces(run: Run, one: Generation, about: dict[str, Any], kept: bool) -> Iterator[dict[str, Any]]:
-    """Yield the rows of the sources that a pass consumed, counted over all lanes."""
-    lanes = run.lanes_of(one)
-    begin = lanes.rows_before(one)
-    reached = begin + lanes.rows_of(one, one.kept_steps if kept else 0)
-    made = begin + lanes.rows_of(one, max(one.steps.values()))
-    if reached > begin:
-        yield {**about, "from": begin, "to": reached, "share": 1.0, "again": False}
-    if made > reached:
-        yield {**about, "from": reached, "to": made, "share": 1.0, "again": True}
+def _parts(run: Run, one: Generation, kept_steps: int) -> list[tuple[int, int, float, bool]]:
+    """Return the parts of a pass: begin, end, share of the ranks that delivered it, True if it was repeated later.
+
+    They count positions or, in lanes, the rows of the sources that were consumed over all lanes.
+    """
+    if one.lanes:
+        lanes = run.lanes_of(one)
+        begin = lanes.rows_before(one)
+        reached, made = (begin + lanes.rows_of(one, steps) for steps in (kept_steps, max(one.steps.values())))
+        return [(begin, reached, 1.0, False), (reached, made, 1.0, True)]
+    common, most = (pick(min(count, kept_steps) for count in one.steps.values()) for pick in (min, max))
+    common = 0 if one.missing else common
+    begin, by_all, by_some, made = (run.reached(one, steps) for steps in (0, common, most, one.most_steps))
+    ahead = sum(count > common for count in one.steps.values()) / one.shape.ranks
+    return [(begin, by_all, 1.0, False), (by_all, by_some, ahead, False), (by_some, made, 1.0, True)]
 
 
 def _pass(run: Run, one: Generation, start: int, kept: bool) -> dict[str, Any]:
