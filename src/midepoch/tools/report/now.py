@@ -16,6 +16,7 @@ from typing import Any
 
 from midepoch.audit import Run
 from midepoch.audit.consumed import LaneRun
+from midepoch.audit.lanes import LeafPlace
 from midepoch.audit.ledger import host_of, is_gone
 from midepoch.audit.orders import KnownOrder
 from midepoch.audit.passes import Generation
@@ -182,19 +183,6 @@ def progress(run: Run, one: Generation, steps: int) -> float | None:
     return _progress(_description(order), counts)
 
 
-def is_in_group(run: Run, one: Generation, steps: int) -> bool:
-    """Return True if more rows may be consumed than are known: outputs of a group do not tell the rows they are of."""
-    if not one.lanes:
-        return False
-    lanes = run.lanes_of(one)
-    for lane in range(one.lanes):
-        if (track := one.owner(lane)) is not None:
-            found = lanes.after(one, lane, min(steps, track.delivered))
-            if any(kind == "group" for place in found for kind, _ in place.part):
-                return True
-    return False
-
-
 def _progress(about: Mapping[str, Any], counts: Any) -> float | None:
     if "parts" not in about:
         consumed, rows = next(counts)
@@ -222,14 +210,18 @@ def _consumed(run: Run, order: KnownOrder, one: Generation, steps: int) -> list[
         return [run.reached(one, steps)]
     rows = [source.rows for source in order.sources]
     sums = [0] * len(rows)
+    for place in _places(order, one, steps):
+        sums[place.leaf] += place.run * place.lane.before(rows[place.leaf]) + place.row + bool(place.part)
+    return sums
+
+
+def _places(order: KnownOrder, one: Generation, steps: int) -> Iterator[LeafPlace]:
+    """Yield the places in the sources at which the lanes of a pass are after a number of steps."""
     lanes = LaneRun(order)
     for lane in range(one.lanes):
         track = one.owner(lane) or next((each for each in one.tracks.values() if lane in each.begin), None)
-        if track is None:
-            continue
-        for place in lanes.places(one, lane, track.at(lane, min(steps, track.delivered))):
-            sums[place.leaf] += place.run * place.lane.before(rows[place.leaf]) + place.row + bool(place.part)
-    return sums
+        if track is not None:
+            yield from lanes.places(one, lane, track.at(lane, min(steps, track.delivered)))
 
 
 def names_of(order: KnownOrder) -> list[str]:
@@ -289,6 +281,8 @@ def now(run: Run, made: float) -> dict[str, Any]:
     every = last.shape.ranks == len(latest)
     epoch = progress(run, last, max(last.steps.values()))
     eta = _eta(run, last) if state in ("running", "quiet") and not finished else None
+    places = _places(run.lanes_of(last).order, last, max(last.steps.values())) if last.lanes else ()
+    in_group = any(kind == "group" for place in places for kind, _ in place.part)  # outputs do not tell all its rows
     return {
         "state": state,
         "last": max(one["last"] for one in ranks),
@@ -299,7 +293,7 @@ def now(run: Run, made: float) -> dict[str, Any]:
         "epoch": last.shape.epoch,
         "phase": _phase(run, last),
         "progress": 1.0 if finished else epoch,
-        "progress_at_least": eta is None and not finished and is_in_group(run, last, max(last.steps.values())),
+        "progress_at_least": eta is None and not finished and in_group,
         "eta": eta,
         "rows_per_second": _sum(latest, "rows") if every else None,
         "tokens_per_second": (_sum(latest, "tokens") or _sum(latest, "slots")) if every else None,
