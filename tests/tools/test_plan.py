@@ -77,6 +77,10 @@ def test_batches_by_tokens_are_planned(tmp_path: Path) -> None:
             ranks.append([batch["id"].tolist() for batch in resumed])
         assert plan.steps_left == max(map(len, ranks))
         assert plan.batches == tuple(tuple(tuple(rank[step]) for rank in ranks) for step in range(4))
+    resumed = ds.loader(max_tokens=120, bucket_window=60, rank=0, world_size=2, last_batch="drop")
+    resumed.load_state_dict(state)
+    plan = plan_resume(state, ds, world_size=2, last_batch="drop")
+    assert plan.steps_left == len(list(resumed)) and plan.steps_per_epoch == len(list(resumed))  # of the next epoch
     without = plan_resume(state, world_size=3)
     assert without.accepted and not without.batches and "max_tokens" in without.notes[0]
     assert not plan_resume(state, ds.loader(4), world_size=3).accepted
