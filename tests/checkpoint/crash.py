@@ -1,7 +1,7 @@
-"""Kills a save before every single call that changes the folder, and looks what is left. Run by test_crash.py, as a
-process of its own: everything is forked from here, before any library has threads.
+"""Traces a save, and looks at what a kill or a power loss before every single call would have left. Run by test_crash.py,
+as a process of its own: everything is forked from here, before any library has threads.
 
-    python crash.py BACKEND sync|async new|replace kill|power [EVERY]
+    python crash.py BACKEND sync|async new|replace [EVERY]
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ from counting import Numbers
 from midepoch.checkpoint import PipelineCheckpoint
 
 ROWS = 3000
+KILLS = 5
+"""Real kills of a save, spread over its calls. Every other is replayed from the trace of one save."""
 
 # Imported once, not in every fork.
 LIBRARIES = {
@@ -90,7 +92,7 @@ def forked(action: Callable[[], None]) -> None:
         raise SystemExit(f"failed with {status}")
 
 
-def main(backend: str, mode: str, case: str, how: str, every: int) -> None:
+def main(backend: str, mode: str, case: str, every: int) -> None:
     for name in ("numpy.random", *LIBRARIES[backend]):
         importlib.import_module(name)
     gc.freeze()  # a collection in a fork would copy every page
@@ -100,46 +102,44 @@ def main(backend: str, mode: str, case: str, how: str, every: int) -> None:
     forked(lambda: save(before, backend, asynchronous, 1, value=1, keep=None, trace=False))
     allowed = [(1, 1), (second, 2)]
 
-    def attempt(folder: Path) -> Callable[[], None]:
-        return lambda: save(folder, backend, asynchronous, second, value=2, keep=1, trace=True)
-
-    if how == "kill":
-        point = points = 1
-        while True:
-            folder = root / f"point-{point}"
-            shutil.copytree(before, folder)
-            found = tracer.traced(attempt(folder), folder, point)
-            assert found.killed or found.code == 0, f"point {point}: the save itself failed ({found.code})"
-            forked(lambda folder=folder: look(folder, backend, allowed))  # type: ignore[misc]
-            shutil.rmtree(folder)
-            if not found.killed:
-                break
-            point += every
-            points += 1
-        print(json.dumps({"calls": point - 1, "points": points}))
-    else:
-        folder = root / "lost"
+    def attempt(stop_before: int | None) -> tracer.Traced:
+        """A real save in a copy, to its end or before this call, and a look at the folder."""
+        folder = root / "attempt"
         shutil.copytree(before, folder)
-        ops = tracer.traced(attempt(folder), folder).ops
-        shutil.rmtree(folder)
-        points = 0
-        looked: set[Any] = set()  # many moments leave the very same disk, byte for byte: one look at each disk
-        for count in range(0, len(ops) + 1, every):
+        action = lambda: save(folder, backend, asynchronous, second, value=2, keep=1, trace=True)  # noqa: E731
+        found = tracer.traced(action, folder, stop_before)
+        assert found.killed or found.code == 0, f"point {stop_before}: the save itself failed ({found.code})"
+        if stop_before is None:
             disk = tracer.Disk(before)
-            for op in ops[:count]:
+            for op in found.ops:
                 disk.apply(_moved(op, folder, before))
-            for names_survive in (False, True):
-                fits = allowed if count < len(ops) else allowed[1:]
-                seen = (len(fits), disk.left(names_survive=names_survive))
-                if seen in looked:
-                    continue
-                looked.add(seen)
-                after = root / f"after-{count}-{names_survive}"
-                disk.after_power_loss(after, names_survive=names_survive)
-                forked(lambda after=after, fits=fits: look(after, backend, fits))  # type: ignore[misc]
-                shutil.rmtree(after)
-                points += 1
-        print(json.dumps({"calls": len(ops), "points": points}))
+            real = tracer.Disk(folder)
+            assert disk.left(tracer.Event.KILL) == real.left(tracer.Event.KILL), "the tracer missed a call"
+        forked(lambda: look(folder, backend, allowed if found.killed else allowed[1:]))
+        shutil.rmtree(folder)
+        return found
+
+    ops = attempt(None).ops
+    kills = sum(attempt(1 + number * len(ops) // KILLS).killed for number in range(KILLS))
+    assert kills >= KILLS - 1, "a save may make fewer calls than another one, but not so few"
+    points = 0
+    looked: set[Any] = set()  # many moments leave the very same disk, byte for byte: one look at each disk
+    for count in sorted({*range(0, len(ops), every), len(ops)}):
+        disk = tracer.Disk(before)
+        for op in ops[:count]:
+            disk.apply(_moved(op, root / "attempt", before))
+        for event in tracer.Event:
+            fits = allowed if count < len(ops) else allowed[1:]
+            seen = (len(fits), disk.left(event))
+            if seen in looked:
+                continue
+            looked.add(seen)
+            after = root / f"after-{count}-{event.name}"
+            disk.write(after, event)
+            forked(lambda after=after, fits=fits: look(after, backend, fits))  # type: ignore[misc]
+            shutil.rmtree(after)
+            points += 1
+    print(json.dumps({"calls": len(ops), "points": points}))
     shutil.rmtree(root)
 
 
@@ -151,4 +151,4 @@ def _moved(op: tracer.Op, old: Path, new: Path) -> tracer.Op:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:5], every=int(sys.argv[5]) if len(sys.argv) > 5 else 1)  # type: ignore[call-arg]
+    main(*sys.argv[1:4], every=int(sys.argv[4]) if len(sys.argv) > 4 else 1)  # type: ignore[call-arg]

@@ -21,23 +21,20 @@ def run(forks: Forks, *arguments: str, least: int) -> None:
     assert found["calls"] >= least, "the save made fewer calls than it can do without: the tracer missed some"
 
 
-@pytest.mark.parametrize("how", ["kill", "power"])
 @pytest.mark.parametrize("case", ["new", "replace"])
 @pytest.mark.parametrize("mode", ["sync", "async"])
-def test_own_files(mode: str, case: str, how: str, plain_forks: Forks) -> None:
-    run(plain_forks, "files", mode, case, how, least=25)
+def test_own_files(mode: str, case: str, plain_forks: Forks) -> None:
+    run(plain_forks, "files", mode, case, least=25)
 
 
-@pytest.mark.parametrize("how", ["kill", "power"])
 @pytest.mark.parametrize("mode", ["sync", "async"])
-def test_torch_distributed_checkpoints(mode: str, how: str, torch_forks: Forks) -> None:
-    run(torch_forks, "dcp", mode, "new", how, least=25)
+def test_torch_distributed_checkpoints(mode: str, torch_forks: Forks) -> None:
+    run(torch_forks, "dcp", mode, "new", least=25)
 
 
 @pytest.mark.parametrize(
     ("mode", "every"),
     [("sync", "4"), ("async", "8"), *(pytest.param(mode, "1", marks=pytest.mark.slow) for mode in ("sync", "async"))],
 )
-@pytest.mark.parametrize("how", ["kill", "power"])
-def test_orbax(mode: str, every: str, how: str, jax_forks: Forks) -> None:
-    run(jax_forks, "orbax", mode, "new", how, every, least=80)
+def test_orbax(mode: str, every: str, jax_forks: Forks) -> None:
+    run(jax_forks, "orbax", mode, "new", every, least=80)

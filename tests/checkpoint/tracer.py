@@ -1,6 +1,6 @@
 """A filesystem layer between a process and the kernel, by ptrace: it sees every call that changes a folder, in all
-threads and whatever library makes it, can stop the process for ever before the n-th, and can tell what a power loss at
-any moment would have left.
+threads and whatever library makes it, can stop the process for ever before the n-th, and can tell what a kill or a
+power loss at any moment would have left.
 
 Linux on x86-64 only.
 """
@@ -17,6 +17,7 @@ import threading
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -243,8 +244,19 @@ class _Tracer:
                 return memory.read(-address % 4096)
 
 
+class Event(Enum):
+    """What ends a process, and which names and bytes outlive it."""
+
+    KILL = ("now", "data")
+    POWER = ("kept", "synced")
+    POWER_WITH_NAMES = ("now", "synced")  # a file system may keep more than it has to
+
+    def __init__(self, names: str, contents: str) -> None:
+        self.names, self.contents = names, contents
+
+
 class Disk:
-    """What a disk holds: what was written, and what of it would outlive a power loss."""
+    """What a disk holds: what was written, and what of it would outlive the end of a process, or of power."""
 
     def __init__(self, folder: Path) -> None:
         self._root = str(folder)
@@ -288,26 +300,26 @@ class Disk:
         elif op.what == "remove":
             self._remove(op.path)
 
-    def after_power_loss(self, target: Path, *, names_survive: bool) -> None:
-        """Write what is left: without names that were not synced, or with all of them; never with unsynced bytes."""
-        self._write(self._tree, target, "now" if names_survive else "kept")
+    def left(self, event: Event) -> Any:
+        """What is left after it, as a value: equal where the same would be written."""
+        return self._value(self._tree, event)
 
-    def left(self, *, names_survive: bool) -> Any:
-        """The same as a value: equal where the same would be written."""
-        return self._value(self._tree, "now" if names_survive else "kept")
+    def write(self, target: Path, event: Event) -> None:
+        """Write what is left after it into a folder that is made here."""
+        self._write(self._tree, target, event)
 
-    def _value(self, node: Any, entries: str) -> Any:
+    def _value(self, node: Any, event: Event) -> Any:
         if "now" in node:
-            return frozenset((name, self._value(inner, entries)) for name, inner in node[entries].items())
-        return node["synced"]
+            return frozenset((name, self._value(inner, event)) for name, inner in node[event.names].items())
+        return bytes(node[event.contents])
 
-    def _write(self, node: Any, target: Path, entries: str) -> None:
+    def _write(self, node: Any, target: Path, event: Event) -> None:
         if "now" in node:
             target.mkdir()
-            for name, inner in node[entries].items():
-                self._write(inner, target / name, entries)
+            for name, inner in node[event.names].items():
+                self._write(inner, target / name, event)
         else:
-            target.write_bytes(node["synced"])
+            target.write_bytes(node[event.contents])
 
     def _parts(self, path: str) -> list[str]:
         assert path == self._root or path.startswith(self._root + "/"), path
