@@ -196,13 +196,25 @@ def same_ds(small_files: list[str]) -> Callable[[], midepoch.Dataset]:
     return lambda: midepoch.Dataset(pipeline)
 
 
-def resumes(make: Callable[[], Any], far: bool, ends: list[int], **options: Any) -> int:
-    """At moments around the ``last_batch`` of epochs all that follows; at every third other, 4 items. Far: all at every one."""
+BETWEEN = (1, 5, 8, 14, 19, 27, 33)
+"""Items into the first epoch: at every place of groups of 3, 4 and 5, at the ends of blocks and within them."""
+
+
+def resumes(make: Callable[[], Any], far: bool) -> int:
+    """Around the ends of two epochs all that follows; at some moments of the first, 4 items. Far: all at every one.
+
+    The second epoch has no moments but those around its end: a state one item before it has the epoch, and a position
+    far within it.
+    """
     if far:
-        return assert_resumes_exactly(make, **options)
-    around = [0, *(end + near for end in ends for near in (-1, 0, 1))]
-    moments = {**dict.fromkeys(range(2, 3 * ends[-1], 3), 4), **dict.fromkeys(around, None)}
-    return assert_resumes_exactly(make, steps=moments, **options)
+        return assert_resumes_exactly(make)
+    source = make()
+    end = sum(1 for _ in source)
+    if hasattr(source, "close"):
+        source.close()
+    around = [0, *(last + near for last in (end, 2 * end + 1) for near in (-1, 0, 1))]
+    between = [moment for moment in BETWEEN if moment < end]
+    return assert_resumes_exactly(make, steps={**dict.fromkeys(between, 4), **dict.fromkeys(around, None)})
 
 
 far = pytest.mark.parametrize("far", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["near", "far"])
@@ -210,8 +222,8 @@ far = pytest.mark.parametrize("far", [False, pytest.param(True, marks=pytest.mar
 
 @far
 @pytest.mark.parametrize("name", PIPELINES)
-def test_rows_resume_exactly(name: str, far: bool, open_ds: Callable[[], midepoch.Dataset]) -> None:
-    assert resumes(lambda: PIPELINES[name](open_ds()), far, ends=[37]) > 10
+def test_rows_resume_exactly(name: str, far: bool, same_ds: Callable[[], midepoch.Dataset]) -> None:
+    assert resumes(lambda: PIPELINES[name](same_ds()), far) > 10
 
 
 PACKED = ["pack", "best fit", "packed mix", "schedule by tokens"]
@@ -229,8 +241,8 @@ def test_what_the_kernel_packs_numpy_resumes(
         return PIPELINES[name](open_ds())
 
     assert same(list(make()), list(make()))
-    assert resumes(make, False, ends=[37]) > 10
-    assert resumes(lambda: make().loader(3), False, ends=[13, 27], epochs=3) > 5
+    assert resumes(make, far=False) > 10
+    assert resumes(lambda: make().loader(3), far=False) > 5
 
 
 # What is dropped depends on how many rows there are: fewer by a skipping map, or by a shard.
@@ -242,7 +254,7 @@ DROPPED = [pytest.param(True, name, marks=() if name in DROPPING else pytest.mar
 @pytest.mark.parametrize(("drop_last", "name"), [*((False, name) for name in PIPELINES), *DROPPED])
 def test_loader_resumes_exactly(name: str, drop_last: bool, far: bool, same_ds: Callable[[], midepoch.Dataset]) -> None:
     make = lambda: PIPELINES[name](same_ds()).loader(3, drop_last=drop_last)  # noqa: E731
-    assert resumes(make, far, ends=[13, 27], epochs=3) > 5
+    assert resumes(make, far) > 5
 
 
 FEW, SOME, MORE = [1, 8, 9], [0, 1, 7, 8, 9], [0, 1, 3, 4, 7, 8, 9, 15]
@@ -261,7 +273,7 @@ def test_loader_resumes_with_other_workers(
     def make(workers: int, **options: Any) -> Callable[[], midepoch.Loader]:
         return lambda: PIPELINES[name](open_ds()).loader(5, num_workers=workers, **options)
 
-    others = [make(0), make(1), make(3, persistent_workers=True)]
+    others = [*([make(0)] if saved_with else []), make(1), make(3, persistent_workers=True)]
     assert_resumes_exactly(make(saved_with), resume_with=others, steps=steps, tail=9)
 
 
@@ -278,17 +290,37 @@ def test_order_does_not_depend_on_workers(name: str, open_ds: Callable[[], midep
 REFUSED = ["global generators"]
 
 
+# Resumes with threads: one pipeline of every kind of cursor, and those that draw or read with an object of the user.
+IN_THREADS = ["rows", "window", "weighted", "batched map", "random map", "decode", "skipping map", "map style", "torch"]
+IN_THREADS += ["file shard", "filter", "batched filter", "flat map", "to any", "best fit", "shuffled outputs", "take"]
+IN_THREADS += ["schedule", "mix", "concat", "zip", "filter shard"]
+
+
 @pytest.mark.parametrize("name", PIPELINES)
 def test_order_does_not_depend_on_the_kind_of_worker(name: str, same_ds: Callable[[], midepoch.Dataset]) -> None:
-    def make(workers: int, kind: str = "thread") -> midepoch.Loader:
-        return PIPELINES[name](same_ds()).loader(4, num_workers=workers, worker_type=kind)
+    def make(workers: int) -> midepoch.Loader:
+        return PIPELINES[name](same_ds()).loader(4, num_workers=workers, worker_type="thread")
 
     if name in REFUSED:
         with pytest.raises(midepoch.MidepochError, match="global generator"):
             next(iter(make(2)))
         return
     assert same(list(make(2)), list(make(0)))
-    assert_resumes_exactly(lambda: make(2), resume_with=[lambda: make(0), lambda: make(3)], steps=[0, 4, 9], tail=9)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name in IN_THREADS else pytest.mark.slow)
+        for name in PIPELINES
+        if name not in REFUSED
+    ],
+)
+def test_threads_resume_with_other_workers(name: str, same_ds: Callable[[], midepoch.Dataset]) -> None:
+    def make(workers: int) -> Callable[[], midepoch.Loader]:
+        return lambda: PIPELINES[name](same_ds()).loader(4, num_workers=workers, worker_type="thread")
+
+    assert_resumes_exactly(make(2), resume_with=[make(0), make(3)], steps=[0, 4, 9], tail=9)
 
 
 def counted(state: dict[str, Any]) -> dict[str, Any]:
@@ -723,7 +755,8 @@ def test_an_excluded_range_is_resumed_exactly(name: str, far: bool, same_ds: Cal
     assert same(list(loader), expected)
     assert loader.steps - len(expected) in ((0, 1) if name in SHARDS else (0,))  # the last may be of other shards only
     assert same(list(loader), batches_of_epoch(make, 1))
-    assert_resumes_exactly(excluding, resume_with=[make], tail=3, steps=None if far else [0, first])
+    moments = None if far else [0, first]
+    assert_resumes_exactly(excluding, resume_with=[make], epochs=2 if far else 1, steps=moments, tail=3)
     assert same(list(excluding(1)), expected)
 
     loader = make()
