@@ -31,12 +31,15 @@ SIZES = [2] * 5 + [3] * 7 + [7] * 10  # of the loaders whose batch size changes
 
 @pytest.fixture
 def planned_ds(folder: Path) -> Callable[[], midepoch.Dataset]:  # noqa: F811
-    return lambda: midepoch.from_files(str(folder / "*.arrow"))
+    pipeline = midepoch.from_files(str(folder / "*.arrow")).pipeline
+    return lambda: midepoch.Dataset(pipeline)
 
 
 @pytest.fixture
 def open_ds(small_files: list[str]) -> Callable[[], midepoch.Dataset]:
-    return lambda: midepoch.from_files(small_files).select_columns("id")
+    """A new dataset of the files, which are opened once: that is a fifth of the time of a resume."""
+    pipeline = midepoch.from_files(small_files).pipeline
+    return lambda: midepoch.Dataset(pipeline).select_columns("id")
 
 
 def first_batches(loader: midepoch.Loader, count: int) -> list[list[int]]:
@@ -435,9 +438,9 @@ def test_rows_are_excluded_in_the_middle_of_a_window(name: str, planned_ds: Call
             states.append(json.loads(json.dumps(loader.state_dict())))
             assert loader.steps == delivered + len(batches)
         assert sorted(sum(batches, [])) == [row for row in left if row not in excluded]
-        for number, state in enumerate(states[:-1], 1):
+        for number in range(1 + delivered % 2, len(states), 2):
             resumed = make()
-            resumed.load_state_dict(state)
+            resumed.load_state_dict(states[number - 1])
             assert resumed.steps == delivered + number and epoch_of(resumed) == batches[number:]
         assert sorted(sum(epoch_of(loader), [])) == [row for row in range(150) if row not in excluded]  # the next epoch
 
@@ -733,10 +736,9 @@ def test_rows_that_are_excluded_in_the_middle_of_an_epoch(
     }
     assert all(row not in sum(found[at + 6 :], []) for row in gone)
     for number, state in enumerate(states[:-1]):
-        for workers in (0, 1):
-            resumed = make(num_workers=workers, worker_type="thread")
-            resumed.load_state_dict(json.loads(json.dumps(state)))
-            assert [ids(batch) for batch in resumed] == found[at + number :]
+        resumed = make(num_workers=number % 2, worker_type="thread")
+        resumed.load_state_dict(json.loads(json.dumps(state)))
+        assert [ids(batch) for batch in resumed] == found[at + number :]
     again = sum(epoch_of(loader), [])
     assert not set(again) & numbers and len(again) == len(before) - sum(before.count(row) for row in numbers)
 

@@ -21,6 +21,7 @@ from data import write_parquet
 from forks import forked
 from midepoch.errors import MapError, MidepochError, WorkerError
 from midepoch.testing import same
+from pairs import covering
 
 ROWS = 200
 
@@ -51,9 +52,12 @@ class Odd(Exception):
         self.lock = threading.Lock()
 
 
-@pytest.mark.parametrize("kind", ["process", "thread"])
-@pytest.mark.parametrize("step", ["map", "filter"])
-@pytest.mark.parametrize("error", [ValueError("bad"), StopIteration(), SystemExit(3), KeyboardInterrupt(), Odd(1, 2)])
+ERRORS = [ValueError("bad"), StopIteration(), SystemExit(3), KeyboardInterrupt(), Odd(1, 2)]
+
+
+@pytest.mark.parametrize(
+    ("error", "step", "kind"), covering(ERRORS, ["map", "filter"], ["process", "thread"], names=(repr, None, None))
+)
 def test_errors_come_after_the_good_batches_before_them(
     error: BaseException, step: str, kind: str, ds: midepoch.Dataset
 ) -> None:
