@@ -23,7 +23,9 @@ REASONS = ("excluded", "ahead")
 
 @pytest.fixture
 def open_ds(small_files: list[str]) -> Callable[[], midepoch.Dataset]:
-    return lambda: midepoch.from_files(small_files)
+    """A new dataset of the files, which are opened once: that is a fifth of the time of a resume."""
+    pipeline = midepoch.from_files(small_files).pipeline
+    return lambda: midepoch.Dataset(pipeline)
 
 
 def outputs_by_lane(state: dict[str, Any]) -> dict[int, int]:
@@ -98,9 +100,9 @@ def test_what_is_done_is_not_delivered(name: str, lanes: int, open_ds: Callable[
         batches.append(batch)
         saved.append(loader.state_dict())
         delivered.append(delivered[-1] + rows_in(batch))
-    for number in {0, (len(saved) - 1) // 3, len(saved) - 2}:
-        assert same(rest(make, saved[number], 3), batches[number:])
-        assert same(rest(make, saved[number], 1), kept[delivered[number] :])
+    last = len(batches) - 1
+    for number, size in ((0, 1), (last // 3, 3), (last // 2, 1), (last, 3)):
+        assert same(rest(make, saved[number], size), batches[number:] if size == 3 else kept[delivered[number] :])
     again, fresh = make(3), make(3)
     again.load_state_dict(saved[len(saved) // 2])
     again.set_epoch(1)

@@ -147,7 +147,7 @@ def test_weights_to_and_from_0_in_a_window_with_the_end_of_the_mix(
 
     steps = sum(1 for _ in make())
     wanted = {"a": range(36), "b": range(1000, 1018)}
-    for at in range(1, steps):
+    for at in range(1 + int(sum(after)) % 2, steps, 2):
         folder = tmp_path / f"{at}"
         loader = make(folder=folder)
         batches = iter(loader)

@@ -31,7 +31,9 @@ ADDED = ("source", "row", "doc_ids")
 
 @pytest.fixture
 def open_ds(small_files: list[str]) -> Callable[[], midepoch.Dataset]:
-    return lambda: midepoch.from_files(small_files)
+    """A new dataset of the files, which are opened once: that is a fifth of the time of a resume."""
+    pipeline = midepoch.from_files(small_files).pipeline
+    return lambda: midepoch.Dataset(pipeline)
 
 
 def without(batch: Any) -> Any:
@@ -73,7 +75,7 @@ def test_provenance_is_the_same_after_a_resume(name: str, open_ds: Callable[[], 
         ds = PIPELINES[name](open_ds())
         return ds.loader(3, num_workers=workers, worker_type=kind, provenance=True)
 
-    assert assert_resumes_exactly(make, resume_with=[lambda: make(2)], steps=[1, 5], tail=4) > 4
+    assert assert_resumes_exactly(make, epochs=1, resume_with=[lambda: make(2)], steps=[1, 4], tail=4) > 4
 
 
 @pytest.mark.parametrize("name", [name for name in PIPELINES if name not in PACKED])
