@@ -127,8 +127,8 @@ def lines_until_interrupt(run: Callable[[], Any], line: int | None = None) -> in
 
     def trace(frame: FrameType, event: str, _: Any) -> Any:
         nonlocal lines
-        if not frame.f_code.co_filename.startswith(LIBRARIES) or frame.f_code.co_name == "close":
-            return None  # the interpreter closes files of DCP where it can raise nothing
+        if not frame.f_code.co_filename.startswith(LIBRARIES) or frame.f_code.co_name in ("close", "create_stream"):
+            return None  # DCP leaves a file open; the interpreter closes it where it can raise nothing
         if event == "line":
             if lines == line:
                 raise KeyboardInterrupt

@@ -1,12 +1,16 @@
 """Backend of ``torch.distributed.checkpoint``: saves sharded tensors (FSDP2, tensor parallel), and restores them onto
 other shards.
 
-The folder has torch's own format, with tensors only. torch itself would execute any code in its pickled metadata, which
-``dcp_metadata.py`` reads instead.
+The folder has torch's own format, with tensors only. torch's own metadata is a pickle, which would execute any code of
+a stranger: it is written, and never read. The parts of each tensor are read from a JSON file beside it:
+
+    {"model.weight": [[[0, 0], [50, 60], "__0_0.distcp", 0, 13304], …]}      offsets, sizes, file, first byte, length
 """
 
 from __future__ import annotations
 
+import json
+import math
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -21,18 +25,28 @@ import torch.distributed.checkpoint as dcp
 import torch.utils.serialization.config  # imported now: torch would import it at the first write
 from torch.distributed.checkpoint import state_dict as canonical
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 
 from midepoch._internal.values import reason
 from midepoch.checkpoint.arrays import ArraySpec, bytes_of, is_sharded, make_array
 from midepoch.checkpoint.backends import ReadJson, Restorable, Snapshot, quoted_name
-from midepoch.checkpoint.backends.dcp_metadata import read_metadata
 from midepoch.checkpoint.files import BytesSource
 from midepoch.checkpoint.stateful import check_fits, is_distributed, load_state, restore_targets, state_of
 from midepoch.checkpoint.tensor_files import StoredArray
 from midepoch.checkpoint.tree import EncodedTree, array_specs, decode, encode
 from midepoch.distributed.world import World
 from midepoch.errors import CheckpointDamagedError, CheckpointError, CheckpointMismatchError
+
+_PARTS = "parts.json"
+_MOST_BYTES = 2**62
 
 
 class DcpBackend:
@@ -53,63 +67,61 @@ class DcpBackend:
         }
 
         def write(folder: Path) -> None:
-            writer = dcp.FileSystemWriter(str(folder), single_file_per_rank=True, sync_files=False)
+            writer = _Writer(str(folder), single_file_per_rank=True, sync_files=False)
             with _errors_of(self._rank):
                 dcp.save(tensors, storage_writer=writer, process_group=self._group, no_dist=self._alone)
 
-        json = {name: EncodedTree({"by": by, "tree": each.json}) for name, (by, each) in encoded.items()}
-        return Snapshot(json, write if tensors else None)
+        parts = {name: EncodedTree({"by": by, "tree": each.json}) for name, (by, each) in encoded.items()}
+        return Snapshot(parts, write if tensors else None)
 
     def load(self, folder: Path, models: Mapping[str, Any], read: ReadJson, *, allow_pickle: bool) -> list[Restorable]:
         loaded = []
         for name, model in models.items():
-            json = read(name)
-            specs = array_specs(json["tree"])
-            _check_stored(folder, name, specs)
-            if json["by"] == "names":
+            saved = read(name)
+            specs = array_specs(saved["tree"])
+            _metadata(folder, name, specs)
+            if saved["by"] == "names":
                 with _current(models, name, allow_pickle) as current:
                     _check_shapes(specs, {key: spec for key, (spec, _) in current.items()}, name)
             else:
                 nothing = BytesSource(np.empty(0, np.uint8))
                 outline = {key: StoredArray(key, spec, nothing, 0) for key, spec in specs.items()}
-                check_fits(model, decode(json["tree"], outline, allow_pickle=allow_pickle), name)
-            loaded.append(Restorable(name, partial(self._restore, folder, models, name, json, allow_pickle)))
+                check_fits(model, decode(saved["tree"], outline, allow_pickle=allow_pickle), name)
+            loaded.append(Restorable(name, partial(self._restore, folder, models, name, saved, allow_pickle)))
         return loaded
 
-    def _restore(self, folder: Path, models: Mapping[str, Any], name: str, json: Any, allow_pickle: bool) -> None:
+    def _restore(self, folder: Path, models: Mapping[str, Any], name: str, saved: Any, allow_pickle: bool) -> None:
         """Read into the existing tensors where possible, and into new ones elsewhere."""
-        if json["by"] != "names":
-            targets = restore_targets(models[name], json["tree"])
-            load_state(models[name], self._tree(folder, name, json["tree"], targets, allow_pickle), name)
+        if saved["by"] != "names":
+            targets = restore_targets(models[name], saved["tree"])
+            load_state(models[name], self._tree(folder, name, saved["tree"], targets, allow_pickle), name)
             return
         with _current(models, name, allow_pickle) as current:
             targets = {key: value.detach() for key, (_, value) in current.items()}
-            tree = self._tree(folder, name, json["tree"], targets, allow_pickle)
+            tree = self._tree(folder, name, saved["tree"], targets, allow_pickle)
         if name == "model":
             canonical.set_model_state_dict(models["model"], tree)
         else:
             canonical.set_optimizer_state_dict(models["model"], models[name], tree)
 
     def read(self, folder: Path, name: str, read: ReadJson, *, allow_pickle: bool) -> Any:
-        json = read(name)["tree"]
-        _check_stored(folder, name, array_specs(json))
-        return self._tree(folder, name, json, {}, allow_pickle)
+        return self._tree(folder, name, read(name)["tree"], {}, allow_pickle)
 
-    def _tree(self, folder: Path, name: str, json: Any, targets: Mapping[str, Any], allow_pickle: bool) -> Any:
+    def _tree(self, folder: Path, name: str, saved: Any, targets: Mapping[str, Any], allow_pickle: bool) -> Any:
         """Return the saved values, read into the arrays of their names, or into new tensors."""
-        specs = array_specs(json)
+        specs = array_specs(saved)
         tensors = {key: _target(spec, targets.get(key)) for key, spec in specs.items()}
         if tensors:
             sharded = any(is_sharded(tensor) for tensor in tensors.values())
             with _errors_of(self._rank):
                 dcp.load(
                     {f"{name}.{quoted_name(key)}": tensor for key, tensor in tensors.items()},
-                    storage_reader=_Reader(str(folder)),
+                    storage_reader=_Reader(folder, _metadata(folder, name, specs)),
                     process_group=self._group if sharded else None,
                     no_dist=self._alone or not sharded,
                 )
         arrays = {key: targets[key] if key in targets else _array(spec, tensors[key]) for key, spec in specs.items()}
-        return decode(json, arrays, allow_pickle=allow_pickle)
+        return decode(saved, arrays, allow_pickle=allow_pickle)
 
 
 def make_backend(world: World) -> DcpBackend:
@@ -187,20 +199,6 @@ def _describe(spec: ArraySpec | None) -> str:
     return f"{spec.dtype} {spec.shape}" if spec is not None else "missing"
 
 
-def _check_stored(folder: Path, name: str, specs: Mapping[str, ArraySpec]) -> None:
-    """Raise CheckpointDamagedError unless torch has these tensors, of these shapes and dtypes."""
-    if not specs:
-        return
-    stored = _Reader(str(folder)).read_metadata().state_dict_metadata
-    for key, spec in specs.items():
-        entry = stored.get(f"{name}.{quoted_name(key)}")
-        dtype = _stored_dtype(spec)
-        if not isinstance(entry, TensorStorageMetadata) or tuple(entry.size) != _stored_shape(spec):
-            raise CheckpointDamagedError(
-                f"the folder of torch has no tensor {name}.{key!r:.80} of {dtype} {_stored_shape(spec)}"
-            )
-
-
 @contextmanager
 def _errors_of(rank: int) -> Iterator[None]:
     """Raise torch's own error, which is no Exception, as a CheckpointError; Ctrl-C on this rank as such.
@@ -221,12 +219,53 @@ def _errors_of(rank: int) -> Iterator[None]:
             raise CheckpointError(f"torch.distributed.checkpoint: {text:.500}") from (own or problem)
 
 
+class _Writer(dcp.FileSystemWriter):  # type: ignore[misc]
+    def finish(self, metadata: Metadata, results: Any) -> None:
+        super().finish(metadata, results)
+        parts: dict[str, list[Any]] = {}
+        for name, tensor in metadata.state_dict_metadata.items():
+            infos = [metadata.storage_data[MetadataIndex(name, chunk.offsets)] for chunk in tensor.chunks]
+            parts[name] = [
+                [list(chunk.offsets), list(chunk.sizes), info.relative_path, info.offset, info.length]
+                for chunk, info in zip(tensor.chunks, infos, strict=True)
+            ]
+        (Path(self.path) / _PARTS).write_text(json.dumps(parts))
+
+
 class _Reader(dcp.FileSystemReader):  # type: ignore[misc]
+    def __init__(self, folder: Path, metadata: Metadata) -> None:
+        super().__init__(str(folder))
+        self._metadata = metadata
+
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:  # noqa: ARG002
-        try:
-            data = (Path(self.path) / ".metadata").read_bytes()
-        except OSError as problem:
-            raise CheckpointDamagedError(f"the metadata of the tensors cannot be read: {problem!r:.200}") from None
-        metadata = read_metadata(data)
-        metadata.storage_meta.load_id = self.load_id
-        return metadata
+        self._metadata.storage_meta = StorageMeta(load_id=self.load_id)
+        return self._metadata
+
+
+def _metadata(folder: Path, name: str, specs: Mapping[str, ArraySpec]) -> Metadata:
+    """Return torch's metadata of the tensors of a model. Raises CheckpointDamagedError if one is incomplete."""
+    tensors: dict[str, Any] = {}
+    storage: dict[MetadataIndex, _StorageInfo] = {}
+    try:
+        parts = json.loads((folder / _PARTS).read_bytes()) if specs else {}
+        for key, spec in specs.items():
+            shape, tensor = _stored_shape(spec), f"{name}.{quoted_name(key)}"
+            chunks = []
+            for offsets, sizes, file, first, length in parts[tensor]:
+                if not isinstance(file, str) or set(file) & set("/\\\0") or file in ("", ".", ".."):
+                    raise ValueError(f"a file {file!r:.80}")
+                chunks.append(ChunkStorageMetadata(_size(offsets, len(shape)), _size(sizes, len(shape))))
+                storage[MetadataIndex(tensor, chunks[-1].offsets)] = _StorageInfo(file, *_size([first, length], 2))
+            if sum(math.prod(chunk.sizes) for chunk in chunks) != math.prod(shape):
+                raise ValueError(f"{tensor!r:.80} is not complete")
+            properties = TensorProperties(dtype=_stored_dtype(spec))
+            tensors[tensor] = TensorStorageMetadata(properties, torch.Size(shape), chunks)
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as problem:
+        raise CheckpointDamagedError(f"the parts of the tensors cannot be read: {problem!r:.200}") from None
+    return Metadata(tensors, storage_data=storage)
+
+
+def _size(numbers: Any, length: int) -> torch.Size:
+    if len(numbers) != length or any(type(number) is not int or not 0 <= number < _MOST_BYTES for number in numbers):
+        raise ValueError(f"{numbers!r:.80} in place of {length} integers")
+    return torch.Size(numbers)
