@@ -55,5 +55,7 @@ def test_processes_that_overlap_in_part_are_refused(monkeypatch: pytest.MonkeyPa
     with pytest.raises(midepoch.WorldError, match="have the same indices or none in common"):
         find_world(data_parallel=(mesh, "data"))
     monkeypatch.setattr(jax, "process_index", lambda: 7)
-    with pytest.raises(midepoch.WorldError, match="no device in the mesh"):
+    with pytest.raises(
+        midepoch.WorldError, match="this process is not in the mesh or process group given as data_parallel"
+    ):
         find_world(data_parallel=(mesh_of([0, 1], ("data",)), "data"))

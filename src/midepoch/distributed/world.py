@@ -16,6 +16,8 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from midepoch._internal.values import loaded
 from midepoch.errors import WorldError
 
@@ -168,42 +170,6 @@ def _in_step(environment: Mapping[str, str]) -> bool:
 # The part of a mesh
 
 
-def part_of(data_parallel: Any) -> World:
-    """Return the data-parallel rank of this process. Processes that differ only in other dimensions share it.
-
-    ``data_parallel`` is one of:
-
-    - a torch process group
-    - a torch DeviceMesh of one dimension, such as ``mesh["dp"]``
-    - a torch or JAX mesh and the names of the dimensions over which data is sharded, such as
-      ``(mesh, ("dp_replicate", "dp_shard"))``
-    """
-    mesh, names = data_parallel if isinstance(data_parallel, tuple) and len(data_parallel) == 2 else (data_parallel, ())
-    names = (names,) if isinstance(names, (str, int)) else names
-    if not isinstance(names, (tuple, list)) or not all(isinstance(name, str) for name in names):
-        raise TypeError(f"data_parallel=(mesh, names) takes the names of dimensions, got {data_parallel[1]!r}")
-    names = tuple(names)
-    if _is(mesh, "torch.distributed.device_mesh", "DeviceMesh"):
-        return _of_torch_mesh(mesh, names)
-    if _is(mesh, "jax.sharding", "Mesh"):
-        return _of_jax_mesh(mesh, names)
-    if is_process_group(mesh) and not names:
-        dist = sys.modules["torch.distributed"]
-        rank = dist.get_rank(mesh)
-        if rank < 0:
-            raise WorldError("this process is not in the process group given as data_parallel.")
-        return World(rank, dist.get_world_size(mesh))
-    raise TypeError(
-        "data_parallel takes a torch process group, a DeviceMesh of one dimension, or (mesh, names of dimensions), "
-        f"got {data_parallel!r:.80}"
-    )
-
-
-def is_process_group(thing: Any) -> bool:
-    """Return True for a torch process group."""
-    return _is(thing, "torch.distributed", "ProcessGroup")
-
-
 class Groups(NamedTuple):
     """Names of two groups of processes, derived from their ranks.
 
@@ -219,23 +185,82 @@ def groups_of(data_parallel: Any) -> Groups:
     """Return the groups of this process in the given ``data_parallel``."""
     if data_parallel is None:
         return Groups()
-    mesh, names = data_parallel if isinstance(data_parallel, tuple) else (data_parallel, ())
-    names = (names,) if isinstance(names, str) else tuple(names)
+    own, indices = _processes(data_parallel, "data_parallel")
+    sharing = sorted(process for process in indices if indices[process] == indices[own])
+    training = hashlib.blake2b(repr(sorted(indices)).encode(), digest_size=8).hexdigest()
+    return Groups(f"{training}-{sharing.index(own)}", training)
+
+
+def part_of(given: Any, argument: str = "data_parallel") -> World:
+    """Return the data-parallel rank of this process. Processes that differ only in other dimensions share it.
+
+    ``given``, the value of ``argument``, is one of:
+
+    - a torch process group
+    - a torch DeviceMesh of one dimension, such as ``mesh["dp"]``
+    - a torch or JAX mesh and the names of the dimensions over which data is sharded, such as
+      ``(mesh, ("dp_replicate", "dp_shard"))``
+    """
+    own, indices = _processes(given, argument)
+    parts = sorted(set(indices.values()))
+    if len(parts) * len(parts[0]) != len({index for part in parts for index in part}):
+        raise WorldError(
+            f"the processes have these indices along the data dimensions: {dict(sorted(indices.items()))}. Use a mesh "
+            "in which any two processes have the same indices or none in common, and all equally many."
+        )
+    return World(parts.index(indices[own]), len(parts))
+
+
+def context_rank(context_parallel: Any) -> World:
+    """Return the context-parallel rank of this process and the number of ranks.
+
+    ``context_parallel`` is ``(rank, size)``, or a group or mesh as in ``part_of``.
+    """
+    is_pair = isinstance(context_parallel, tuple) and len(context_parallel) == 2
+    if is_pair and all(hasattr(value, "__index__") and not isinstance(value, bool) for value in context_parallel):
+        return World(*map(int, context_parallel))
+    return part_of(context_parallel, "context_parallel")
+
+
+def _processes(given: Any, argument: str) -> tuple[int, dict[int, tuple[int, ...]]]:
+    """Return this process, and for each process its indices along the data dimensions, flattened.
+
+    A process of torch has one index. A process of JAX has those of all its devices.
+    """
+    mesh, names = given if isinstance(given, tuple) and len(given) == 2 else (given, ())
+    names = (names,) if isinstance(names, str) else names
+    if not isinstance(names, (tuple, list)) or not all(isinstance(name, str) for name in names):
+        raise TypeError(f"{argument}=(mesh, names) takes the names of dimensions, got {names!r}")
+    dist: Any = sys.modules.get("torch.distributed")
+    jax: Any = sys.modules.get("jax")
+    outside = WorldError(f"this process is not in the mesh or process group given as {argument}.")
+    known: Sequence[str] = ()
     if _is(mesh, "torch.distributed.device_mesh", "DeviceMesh"):
-        chosen = _dimensions(names, mesh.mesh_dim_names or (), len(mesh.shape))
-        own = tuple(slice(None) if i in chosen else index for i, index in enumerate(mesh.get_coordinate()))
-        return Groups(_group_name(mesh.mesh[own].flatten().tolist()), _group_name(mesh.mesh.flatten().tolist()))
-    if is_process_group(mesh):
-        name = _group_name(sys.modules["torch.distributed"].get_process_group_ranks(mesh))
-        return Groups(name, name)
-    places = _jax_places(mesh, names)
-    own = places[sys.modules["jax"].process_index()]
-    sharing = sorted(process for process, indices in places.items() if indices == own)
-    return Groups(f"{sharing.index(sys.modules['jax'].process_index())}th", _group_name(list(places)))
-
-
-def _group_name(processes: list[int]) -> str:
-    return hashlib.blake2b(repr(sorted(processes)).encode(), digest_size=8).hexdigest()
+        own, known, processes = dist.get_rank(), mesh.mesh_dim_names or (), np.array(mesh.mesh.tolist())
+    elif _is(mesh, "jax.sharding", "Mesh"):
+        own, known = jax.process_index(), mesh.axis_names
+        numbers = [device.process_index for device in mesh.devices.flat]
+        processes = np.array(numbers).reshape(mesh.devices.shape)
+    elif _is(mesh, "torch.distributed", "ProcessGroup") and not names:
+        numbers = [dist.get_global_rank(mesh, rank) for rank in range(dist.get_world_size(mesh))]
+        own, processes = dist.get_rank(), np.array(numbers)
+    elif dist is not None and mesh is dist.GroupMember.NON_GROUP_MEMBER:
+        raise outside  # new_group returns it to those that it leaves out
+    else:
+        raise TypeError(
+            f"{argument} takes a torch process group, a DeviceMesh of one dimension, or (mesh, names of dimensions), "
+            f"got {given!r:.80}"
+        )
+    chosen = _dimensions(tuple(names), known, processes.ndim, argument)
+    shape = [processes.shape[i] for i in chosen]
+    rows = np.moveaxis(processes, chosen, range(len(chosen))).reshape(int(np.prod(shape)), -1)
+    indices: dict[int, tuple[int, ...]] = {}
+    for index, row in enumerate(rows):
+        for process in set(row.tolist()):
+            indices[process] = (*indices.get(process, ()), index)
+    if own not in indices:
+        raise outside
+    return own, indices
 
 
 def _is(thing: Any, module: str, name: str) -> bool:
@@ -243,101 +268,16 @@ def _is(thing: Any, module: str, name: str) -> bool:
     return expected is not None and isinstance(thing, expected)
 
 
-def _dimensions(names: tuple[str, ...], known: Sequence[str], count: int) -> list[int]:
+def _dimensions(names: tuple[str, ...], known: Sequence[str], count: int, argument: str) -> list[int]:
     """Return the indices of the named dimensions. A mesh of one dimension needs no name."""
     if not names and count == 1:
         return [0]
     if not names:
         raise ValueError(
-            f"the mesh has the dimensions {', '.join(map(repr, known)) or count}; data_parallel names none of them. "
-            "Pass data_parallel=(mesh, names) with those over which data is sharded. Ranks along the others get the "
+            f"the mesh has the dimensions {', '.join(map(repr, known)) or count}; {argument} names none of them. "
+            f"Pass {argument}=(mesh, names) with those over which data is sharded. Ranks along the others get the "
             "same data."
         )
-    unknown = [name for name in names if name not in known]
-    if unknown or len(set(names)) < len(names):
-        raise ValueError(
-            f"data_parallel names {', '.join(map(repr, names))}, the mesh has {', '.join(map(repr, known))}"
-        )
+    if len(set(names) & set(known)) < len(names):
+        raise ValueError(f"{argument} names {', '.join(map(repr, names))}, the mesh has {', '.join(map(repr, known))}")
     return [list(known).index(name) for name in names]
-
-
-def _of_torch_mesh(mesh: Any, names: tuple[str, ...]) -> World:
-    shape, coordinate = tuple(mesh.shape), mesh.get_coordinate()
-    chosen = _dimensions(names, mesh.mesh_dim_names or (), len(shape))
-    if coordinate is None:
-        raise WorldError("this process is not in the mesh given as data_parallel.")
-    rank, size = 0, 1
-    for i in chosen:
-        rank, size = rank * shape[i] + coordinate[i], size * shape[i]
-    return World(rank, size)
-
-
-def _of_jax_mesh(mesh: Any, names: tuple[str, ...]) -> World:
-    """Return the rank of this process. Processes whose devices have the same data coordinates share a rank."""
-    places = _jax_places(mesh, names)
-    groups = sorted(set(places.values()))
-    every = {place for group in groups for place in group}
-    if len(groups) * len(groups[0]) != len(every):
-        raise WorldError(
-            f"the processes have these indices along the data dimensions: {dict(sorted(places.items()))}. Use a mesh "
-            "in which any two processes have the same indices or none in common, and all equally many."
-        )
-    own = places.get(sys.modules["jax"].process_index())
-    if own is None:
-        raise WorldError("this process has no device in the mesh given as data_parallel.")
-    return World(groups.index(own), len(groups))
-
-
-def _jax_places(mesh: Any, names: tuple[str, ...]) -> dict[int, tuple[int, ...]]:
-    """Return the flat indices along the data dimensions of each process's devices."""
-    import numpy as np
-
-    devices = mesh.devices
-    chosen = _dimensions(names, mesh.axis_names, devices.ndim)
-    rest = [i for i in range(devices.ndim) if i not in chosen]
-    table = np.transpose(devices, [*chosen, *rest]).reshape(int(np.prod([devices.shape[i] for i in chosen])), -1)
-    places: dict[int, set[int]] = {}
-    for index, row in enumerate(table):
-        for device in row:
-            places.setdefault(device.process_index, set()).add(index)
-    return {process: tuple(sorted(indices)) for process, indices in places.items()}
-
-
-def context_rank(context_parallel: Any) -> World:
-    """Return the context-parallel rank of this process and the number of ranks.
-
-    ``context_parallel`` is one of:
-
-    - ``(rank, size)``
-    - a torch process group
-    - a torch DeviceMesh of one dimension, such as ``mesh["cp"]``
-    """
-    if isinstance(context_parallel, tuple) and len(context_parallel) == 2 and all(map(_is_integer, context_parallel)):
-        rank, size = map(int, context_parallel)
-        if not 0 <= rank < size:
-            raise ValueError(f"the rank of context_parallel must be in [0, {size}), got {rank}")
-        return World(rank, size)
-    if is_process_group(context_parallel):
-        return part_of(context_parallel)
-    outside = getattr(getattr(loaded("torch.distributed"), "GroupMember", None), "NON_GROUP_MEMBER", None)
-    if outside is not None and context_parallel is outside:  # new_group returns it to those that it leaves out
-        raise WorldError("this process is not in the process group given as context_parallel.")
-    mesh_type = getattr(loaded("torch.distributed.device_mesh"), "DeviceMesh", None)
-    if mesh_type is not None and isinstance(context_parallel, mesh_type):
-        if len(context_parallel.shape) != 1:
-            names = ", ".join(map(repr, context_parallel.mesh_dim_names or ())) or len(context_parallel.shape)
-            raise ValueError(
-                f"the mesh has the dimensions {names}; context_parallel takes one of them. Pass a part of the mesh, "
-                'such as mesh["cp"].'
-            )
-        if context_parallel.get_coordinate() is None:
-            raise WorldError("this process is not in the mesh given as context_parallel.")
-        return part_of(context_parallel)
-    raise TypeError(
-        "context_parallel takes (rank, size), a torch process group or a DeviceMesh of one dimension, "
-        f"got {context_parallel!r:.80}"
-    )
-
-
-def _is_integer(value: Any) -> bool:
-    return hasattr(value, "__index__") and not isinstance(value, bool)
