@@ -20,6 +20,7 @@ from midepoch.checkpoint import (
     disk,
     manifest,
 )
+from midepoch.checkpoint.local import LocalStore
 
 
 @pytest.mark.parametrize("name", ["manifest.json", "model.safetensors"])
@@ -217,30 +218,27 @@ def test_two_runs_in_one_folder_lose_nothing(tmp_path: Path) -> None:
     assert sorted(os.listdir(tmp_path)) == sorted(f"step_{step}" for step in checkpoint.steps())
 
 
-def test_an_attempt_of_a_process_killed_before_it_got_its_name_is_swept(tmp_path: Path) -> None:
-    (tmp_path / ".step_2.aa.new").mkdir()
+def test_an_attempt_of_a_process_killed_before_it_was_locked_is_swept(tmp_path: Path) -> None:
+    (tmp_path / ".step_2.aa.saving").mkdir()
     PipelineCheckpoint(tmp_path).save(step=3, rng=False)
     assert os.listdir(tmp_path) == ["step_3"]
 
 
-def test_an_attempt_that_a_sweep_removes_before_it_is_locked_is_made_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    lock, removed = disk.try_lock, []
+def test_no_attempt_is_swept_before_it_is_locked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lock, sweeps = disk.try_lock, []
 
-    def late(folder: Path) -> int | None:
-        if folder.suffix == ".new" and len(removed) < 2:
-            removed.append(folder)
-            if len(removed) == 1:
-                folder.rmdir()
-            else:  # locked by the sweep, which is about to remove it
-                folder.rmdir()
-                return None
+    def late(folder: Path) -> Any:
+        if folder.suffix == ".saving" and not sweeps:
+            sweeps.append(threading.Thread(target=LocalStore(tmp_path)._sweep))
+            sweeps[0].start()
+            sweeps[0].join(0.3)
+            assert sweeps[0].is_alive() and folder.exists(), "it waits for the lock of the folder"
         return lock(folder)
 
     monkeypatch.setattr(disk, "try_lock", late)
     PipelineCheckpoint(tmp_path).save(step=1, rng=False)
-    assert len(removed) == 2 and os.listdir(tmp_path) == ["step_1"]
+    sweeps[0].join()
+    assert os.listdir(tmp_path) == ["step_1"]
 
 
 @pytest.mark.parametrize("world", [1, 2])

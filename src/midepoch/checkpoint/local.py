@@ -2,7 +2,6 @@
 
 step_100/                     a step: manifest.json and the files it names
 .step_200.TOKEN.saving/       an attempt, locked by its process; files/ becomes the step
-.step_200.TOKEN.new/          an attempt that is not locked yet, and empty
 .step_100.TOKEN.old/          a step that is being replaced: counts as the step as long as there is no other
 .step_100.TOKEN.gone/         being removed
 .ranks/                       notes between ranks
@@ -27,7 +26,7 @@ from midepoch.checkpoint.manifest import Manifest
 from midepoch.checkpoint.store import STALE, STEP, Board, StepRemovedError
 from midepoch.errors import CheckpointDamagedError, CheckpointError
 
-_HIDDEN = re.compile(r"\.step_(0|[1-9][0-9]{0,18})\.[0-9a-f]+\.(saving|new|old|gone)\Z")
+_HIDDEN = re.compile(r"\.step_(0|[1-9][0-9]{0,18})\.[0-9a-f]+\.(saving|old|gone)\Z")
 
 
 class LocalStore:
@@ -138,32 +137,14 @@ class LocalStore:
             disk.make_folder(self.path)
             self._is_durable = True
         attempt = self._attempt(step, token)
-        while not self._make_locked(attempt, self._hidden(step, "new"), token):
-            continue
+        with disk.folder_lock(self.path):  # no sweep sees it before it is locked
+            os.mkdir(attempt)
+            self._locks[token] = disk.try_lock(attempt) or disk.NO_LOCKS
         try:
             os.mkdir(attempt / "files")
         except BaseException:
             self.abandon(step, token)
             raise
-
-    def _make_locked(self, attempt: Path, unlocked: Path, token: str) -> bool:
-        """Make the folder of an attempt, locked when it gets its name; False if a sweep has removed it before."""
-        os.mkdir(unlocked)
-        try:
-            lock = disk.try_lock(unlocked)
-        except FileNotFoundError:
-            return False
-        if lock is None:
-            return False
-        try:
-            os.rename(unlocked, attempt)
-        except FileNotFoundError:
-            return False
-        except BaseException:
-            disk.remove(unlocked)
-            raise
-        self._locks[token] = lock
-        return True
 
     @contextmanager
     def sink(self, step: int, token: str, name: str) -> Iterator[LocalSink]:
@@ -250,38 +231,27 @@ class LocalStore:
 
     def _sweep(self) -> None:
         """Remove the leftovers of dead processes, and restore the steps that they were replacing."""
-        for name in self._names():
-            if (match := _HIDDEN.match(name)) is None:
-                continue
-            path, step, state = self.path / name, int(match[1]), match[2]
-            with suppress(OSError):  # another process removes it, or the next sweep
-                if state == "gone":
-                    disk.remove(path)
-                elif state == "old":
-                    self._sweep_old(step, path)
-                else:
-                    self._sweep_attempt(step, path)
-
-    def _sweep_old(self, step: int, path: Path) -> None:
-        final = self.path / f"step_{step}"
-        with disk.folder_lock(self.path) as is_locked:
-            if not is_locked:
-                return
-            if not final.exists():
-                os.rename(path, final)
-                return
-            gone = self._hidden(step, "gone")
-            os.rename(path, gone)
-        disk.remove(gone)
-
-    def _sweep_attempt(self, step: int, attempt: Path) -> None:
-        lock = disk.try_lock(attempt)
-        if lock is None or (lock is disk.NO_LOCKS and time.time() - os.stat(attempt).st_mtime < STALE):
+        hidden = [match for name in self._names() if (match := _HIDDEN.match(name))]
+        if not hidden:
             return
-        gone = self._hidden(step, "gone")
-        os.rename(attempt, gone)
-        lock.release()
-        disk.remove(gone)
+        with disk.folder_lock(self.path) as is_locked:
+            for match in hidden if is_locked else ():
+                with suppress(OSError):  # another process removes it, or the next sweep
+                    self._retire(self.path / match[0], int(match[1]), match[2])
+        for name in self._names():
+            if (match := _HIDDEN.match(name)) and match[2] == "gone":
+                with suppress(OSError):
+                    disk.remove(self.path / name)
+
+    def _retire(self, path: Path, step: int, state: str) -> None:
+        """Rename a folder to one that is removed, unless it is the attempt of a live process or its step is missing."""
+        final = self.path / f"step_{step}"
+        if state == "old":
+            os.rename(path, self._hidden(step, "gone") if final.exists() else final)
+        elif state == "saving" and (lock := disk.try_lock(path)) is not None:
+            if lock is not disk.NO_LOCKS or time.time() - os.stat(path).st_mtime >= STALE:
+                os.rename(path, self._hidden(step, "gone"))
+            lock.release()
 
 
 class LocalBoard:
