@@ -279,12 +279,12 @@ def test_ranges_of_objects_are_read_by_several_threads() -> None:
     checkpoint = PipelineCheckpoint("memory:///run")
     model = {"w": np.arange(10_000_000)}
     checkpoint.save(None, model, step=1)
-    manifest = checkpoint.manifest(1)
-    with checkpoint._store.source(manifest, "model.safetensors") as source:
-        assert source.readers > 1
+    store: Any = checkpoint._store
+    read, offsets = store._objects.read_into, []
+    store._objects.read_into = lambda name, data, offset: offsets.append(offset) or read(name, data, offset)
     found = {"w": np.zeros(10_000_000, int)}
     assert checkpoint.restore_latest(None, found) == 1
-    assert np.array_equal(found["w"], model["w"])
+    assert np.array_equal(found["w"], model["w"]) and len(set(offsets)) > 9
 
 
 def test_a_server_without_ranges_sends_an_object_once(s3_server: Server, run: Path, address: str) -> None:
@@ -296,10 +296,9 @@ def test_a_server_without_ranges_sends_an_object_once(s3_server: Server, run: Pa
     directory._objects.stream = lambda name: requests.append(name) or stream(name)
     data = bytearray(40_000)
     with directory.source(directory.manifest(1), "model.safetensors") as source:
-        assert source.readers == 1
         for first in (0, 20_000, 30_000, 10_000):
             assert source.read_into(memoryview(data)[first : first + 10_000], first) == 10_000
-        assert len(requests) == 2, "the second one for the place before the last"
+        assert len(requests) == 1
         assert source.read_into(memoryview(bytearray(100)), source.size - 50) == 50
         assert source.read_into(memoryview(bytearray(100)), source.size + 50) == 0
     assert data == next(run.glob("step_1/*/model.safetensors")).read_bytes()[:40_000]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from io import BytesIO
 from typing import Any, TypeVar
 
 from midepoch.checkpoint.remote import Object
@@ -83,10 +84,10 @@ def objects_of(bucket_now: Callable[[], Bucket]) -> type:
             bucket.request(f"put {name}", write)
 
         @contextmanager
-        def writer(self, name: str) -> Iterator[Callable[[memoryview], None]]:
-            parts: list[bytes] = []
-            yield lambda data: parts.append(bytes(data))
-            self.put(name, b"".join(parts))
+        def writer(self, name: str) -> Iterator[BytesIO]:
+            buffer = BytesIO()
+            yield buffer
+            self.put(name, buffer.getvalue())
 
         def delete(self, names: Sequence[str]) -> None:
             bucket = self._bucket

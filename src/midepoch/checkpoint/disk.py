@@ -39,7 +39,6 @@ class LocalSource:
     """Source over an open local file."""
 
     chunk = 1 << 20
-    readers = 4
 
     def __init__(self, fd: int) -> None:
         self._fd, self.size = fd, os.fstat(fd).st_size

@@ -21,6 +21,7 @@ from midepoch.errors import CheckpointDamagedError
 PIECE = 32 << 20
 _LARGE = 1 << 20
 """Bytes from which a checksum is computed in a thread of its own."""
+_READERS = 4
 T = TypeVar("T")
 
 
@@ -43,7 +44,6 @@ class FileSource(Protocol):
 
     size: int
     chunk: int  # bytes per read: enough for full throughput, little memory
-    readers: int  # threads that may read different offsets; 1 if it should be read in order
 
     def read_into(self, data: memoryview, offset: int, /) -> int: ...
 
@@ -122,7 +122,7 @@ def verify_file(
         if crc != sums.crc32[number]:
             raise CheckpointDamagedError(f"{name} is damaged between byte {start} and {stop}")
 
-    run_in_threads(min(source.readers, len(sums.crc32)), verify_piece, range(len(sums.crc32)))
+    run_in_threads(min(_READERS, len(sums.crc32)), verify_piece, range(len(sums.crc32)))
 
 
 def file_checksums(path: Path) -> Checksums:
@@ -144,7 +144,6 @@ class BytesSource:
     """Source over bytes in memory."""
 
     chunk = 1 << 20
-    readers = 4
 
     def __init__(self, data: Bytes) -> None:
         self._data, self.size = data.data, len(data)

@@ -22,14 +22,15 @@ import secrets
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from midepoch._internal.values import reason
 from midepoch.checkpoint import manifest as manifests
-from midepoch.checkpoint.files import FileSource, file_checksums
+from midepoch.checkpoint.disk import LocalSource
+from midepoch.checkpoint.files import FileSource, Sink, file_checksums
 from midepoch.checkpoint.manifest import Manifest
 from midepoch.checkpoint.store import STALE, STEP, Board, Process, StepRemovedError
 from midepoch.errors import CheckpointDamagedError, CheckpointError, FetchError
@@ -51,6 +52,10 @@ _NAMES = {
 class Object(NamedTuple):
     size: int
     changed: float
+
+
+class _ObjectSink(NamedTuple):
+    write: Callable[[memoryview], Any]
 
 
 class Objects:
@@ -124,14 +129,10 @@ class Objects:
         self._call("put", name, data)
 
     @contextmanager
-    def writer(self, name: str) -> Iterator[Callable[[memoryview], None]]:
-        """Function that appends to a new object; it exists when the context is left without an error."""
+    def writer(self, name: str) -> Iterator[Sink]:
+        """Sink into a new object; it exists when the context is left without an error."""
         writer = self._call("open_writer", name, buffer_size=_PART_BYTES)
-
-        def write(data: memoryview) -> None:
-            self._do(name, lambda: writer.write(data))
-
-        yield write
+        yield _ObjectSink(lambda data: self._do(name, lambda: writer.write(data)))
         self._do(name, writer.close)
 
     def delete(self, names: Sequence[str]) -> None:
@@ -196,7 +197,6 @@ def _boto3_credentials() -> Any:
 _ATTEMPT = re.compile(r"step_(\d{1,19})/([0-9a-f]+)/")
 _MANIFEST = re.compile(STEP.pattern.removesuffix("\\Z") + "/" + re.escape(manifests.NAME) + "\\Z")
 _PART_BYTES = 16 << 20
-_RETRIES = 3
 _UNKNOWN = "?"
 _REMOVAL_TIMEOUT = 300.0
 """Seconds that a commit waits for the removal of the same step: a few requests, each retried for two minutes."""
@@ -234,7 +234,13 @@ class RemoteStore:
             if self._objects.size(_manifest_of(manifest.step)) is None:
                 raise StepRemovedError(f"step {manifest.step} has just been removed from {self.name}")
             raise CheckpointDamagedError(f"{name} is missing")
-        yield _RemoteSource(self._objects, path, size)
+        if not size or self._objects.has_ranges(path):
+            yield _RemoteSource(self._objects, path, size)
+            return
+        with tempfile.TemporaryFile(prefix="midepoch-checkpoint-", buffering=0) as file:
+            for part in self._objects.stream(path):
+                file.write(part)
+            yield LocalSource(file.fileno())
 
     @contextmanager
     def local_copy(self, manifest: Manifest) -> Iterator[Path]:
@@ -257,10 +263,8 @@ class RemoteStore:
     def _claim(self, note: str) -> None:
         self._objects.put(note, json.dumps(Process.current().to_dict()).encode())
 
-    @contextmanager
-    def sink(self, step: int, token: str, name: str) -> Iterator[_RemoteSink]:
-        with self._objects.writer(f"step_{step}/{token}/{name}") as write:
-            yield _RemoteSink(write)
+    def sink(self, step: int, token: str, name: str) -> AbstractContextManager[Sink]:
+        return self._objects.writer(f"step_{step}/{token}/{name}")
 
     @contextmanager
     def scratch(self, step: int, token: str, part: str) -> Iterator[Path]:
@@ -426,55 +430,19 @@ class RemoteBoard:
         self._objects.delete([f".ranks/{name}" for name in names])
 
 
-class _RemoteSink:
-    def __init__(self, write: Callable[[memoryview], None]) -> None:
-        self._write = write
-
-    def write(self, data: memoryview, /) -> None:
-        self._write(data)
-
-
 class _RemoteSource:
-    """Source over an object."""
+    """Source over an object of a server with range requests."""
+
+    chunk = 8 << 20  # a request each
 
     def __init__(self, objects: Objects, path: str, size: int) -> None:
         self._objects, self._path, self.size = objects, path, size
-        self.readers = 4 if size and objects.has_ranges(path) else 1
-        self.chunk = (8 << 20) if self.readers > 1 else (1 << 20)  # a request each, or a part of one
-        self._parts: Iterator[memoryview] = iter(())
-        self._rest, self._offset = memoryview(b""), size + 1  # bytes received and not yet read, and their offset
 
     def read_into(self, data: memoryview, offset: int, /) -> int:
         try:
-            if self.readers > 1 and len(data):
-                return self._objects.read_into(self._path, data, offset)
-            return self._read_in_order(data, offset)
+            return self._objects.read_into(self._path, data, offset)
         except FileNotFoundError:
             raise CheckpointDamagedError(f"{self._path} is missing") from None
-
-    def _read_in_order(self, data: memoryview, offset: int) -> int:
-        """Read from a server without range requests: sequential reads make it send the object once."""
-        failures = done = 0
-        while done < len(data):
-            if offset + done < self._offset:
-                self._parts, self._rest, self._offset = self._objects.stream(self._path), memoryview(b""), 0
-            skipped = min(offset + done - self._offset, len(self._rest))
-            self._rest, self._offset = self._rest[skipped:], self._offset + skipped
-            part = self._rest[: len(data) - done] if self._offset == offset + done else self._rest[:0]
-            data[done : done + len(part)] = part
-            self._rest, self._offset, done = self._rest[len(part) :], self._offset + len(part), done + len(part)
-            if done < len(data):
-                try:
-                    self._rest = next(self._parts, memoryview(b""))
-                except FetchError:
-                    failures += 1
-                    if failures > _RETRIES:
-                        raise
-                    self._offset = self.size + 1  # from the beginning
-                    continue
-                if not len(self._rest):
-                    break
-        return done
 
     def reopen(self) -> None:
         return None
