@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import midepoch
 from midepoch.checkpoint import PipelineCheckpoint
-from midepoch.distributed import rendezvous
+from midepoch.distributed import keyvalue
 
 
 def even(row: dict[str, Any]) -> bool:
@@ -159,7 +159,7 @@ def main(out: str, data: str, other: str) -> None:
     told: dict[str, Any] = {}
     if dist.get_world_size() == 2:
         # First: ranks that have made other loaders before may be refused for those.
-        rendezvous._LOOK, rendezvous._SURE = 0.2, 1.0
+        keyvalue._LOOK, keyvalue._SURE = 0.2, 1.0
         told["waiting"] = [waiting(ds, others, late) for late in (0.0, 0.08, 0.16, 0.3)]
         # Batches of another size for each: a loader that another rank has made, too, is none that differs.
         told |= {name: refused(make, ds, others, 2 + i % 8) for i, (name, make) in enumerate(DIFFERING.items())}

@@ -15,7 +15,7 @@ from test_torchrun import HERE, read
 from forks import forked
 from launch import Launch
 from midepoch.distributed import keyvalue
-from midepoch.distributed.rendezvous import differences
+from midepoch.distributed.keyvalue import differences
 
 
 @pytest.fixture(scope="module")
@@ -87,8 +87,8 @@ def test_a_name_that_is_deleted_meanwhile_is_not_waited_for() -> None:
 
         def write() -> None:
             while not done:
-                other.set("name", "value")
-                other.delete_key("name")
+                other.set("midepoch/name", "value")
+                other.delete_key("midepoch/name")
 
         writer = Thread(target=write)
         writer.start()
@@ -121,7 +121,7 @@ def test_stores_that_cannot_compare(monkeypatch: pytest.MonkeyPatch) -> None:
 
     store = Plain()
     monkeypatch.setattr(keyvalue, "_store", lambda: store)
-    assert keyvalue.get("name") is None and keyvalue.put_first("name", "first") is None
+    assert keyvalue.get("name") is None and keyvalue.first_value("name", "first") is None
     keyvalue.put("name", "value")
     assert keyvalue.get("name") == "value" and keyvalue.all_set(["name"])
     monkeypatch.setattr(keyvalue, "_store", lambda: dist.Store())

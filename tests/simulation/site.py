@@ -20,7 +20,6 @@ from midepoch.audit import journal, ledger, orders
 from midepoch.checkpoint import disk as disks
 from midepoch.checkpoint import local, manager, manifest, remote, rendezvous, restoring, saving, store
 from midepoch.distributed import keyvalue, runs
-from midepoch.distributed import rendezvous as agreement
 from midepoch.loader import lanes, meter, passes
 from simulation.cluster import Cluster
 from simulation.disk import Disk
@@ -135,7 +134,7 @@ _REPLACED: dict[Any, str] = {
     passes: "perf_counter",
     meter: "perf_counter",
     orders: "os secrets",
-    agreement: "time secrets",
+    keyvalue: "time secrets",
     runs: "secrets",
 }
 

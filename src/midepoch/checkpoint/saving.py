@@ -23,7 +23,7 @@ from midepoch.checkpoint.rendezvous import Follower, Leader, Members, lead
 from midepoch.checkpoint.store import CheckpointStore, read_manifests, retrying
 from midepoch.checkpoint.tensor_files import write_arrays
 from midepoch.checkpoint.tree import INLINE, EncodedTree, encode
-from midepoch.distributed.rendezvous import differences
+from midepoch.distributed.keyvalue import differences
 from midepoch.distributed.world import World
 from midepoch.errors import CheckpointSaveError, MidepochError
 

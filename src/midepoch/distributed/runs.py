@@ -17,9 +17,9 @@ from typing import Any
 
 import numpy as np
 
+from midepoch._internal.processes import started
 from midepoch._internal.values import loaded
-from midepoch.distributed.keyvalue import Counters, connected
-from midepoch.distributed.rendezvous import first_value
+from midepoch.distributed.keyvalue import Counters, connected, first_value
 from midepoch.distributed.world import World
 
 _LAUNCHER_VARIABLES = (
@@ -59,16 +59,9 @@ def start_name(world: World) -> str:
     if _placement() or any(os.environ.get(name) for name in _UNIQUE):
         return identity
     if os.environ.get("LOCAL_WORLD_SIZE") == str(world.size):  # torchrun on one machine: its agent started all ranks
-        return f"{identity}-{_parent()}"
+        parent = os.getppid()
+        return f"{identity}-{parent}.{started(parent)}"
     return ""
-
-
-def _parent() -> str:
-    """Return the id and the start time of the parent process, a pair that is never reused."""
-    parent = os.getppid()
-    with suppress(OSError, IndexError), open(f"/proc/{parent}/stat") as file:
-        return f"{parent}.{file.read().rsplit(')', 1)[1].split()[19]}"
-    return str(parent)
 
 
 def _placement() -> str | None:

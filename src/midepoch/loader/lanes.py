@@ -12,7 +12,7 @@ from typing import Any
 from zlib import crc32
 
 from midepoch._internal.progress import Timings
-from midepoch.distributed import keyvalue, rendezvous
+from midepoch.distributed import keyvalue
 from midepoch.errors import MidepochError, WorldError
 from midepoch.loader.collation import Presenter
 from midepoch.loader.options import Options
@@ -60,8 +60,8 @@ class RankConsistencyCheck:
         # Loaders created before the ranks were connected are counted separately.
         self.name = f"{group}/{'' if keyvalue.connected() else 'early '}{self._number}"
         self._made_as = _digest(_comparable(identity, options))
-        rendezvous.publish(f"made/{self._group}/{self._rank}/{self._number}", self._made_as)
-        self._refused_before = rendezvous.refusal(group)[0]
+        keyvalue.publish(f"made/{self._group}/{self._rank}/{self._number}", self._made_as)
+        self._refused_before = keyvalue.refusal(group)[0]
         self._loads = self._passes = self._agreements = 0
 
     def loaded(self) -> None:
@@ -106,11 +106,11 @@ class RankConsistencyCheck:
     def _check(self, key: str, description: dict[str, Any]) -> None:
         try:
             self.check_refusal()
-            published = rendezvous.first_value(key, json.dumps([self._rank, self._made_as, description]))
+            published = keyvalue.first_value(key, json.dumps([self._rank, self._made_as, description]))
             if published is None:
                 return
             rank, made_as, received = json.loads(published)
-            difference = rendezvous.differences({rank: received, self._rank: description})
+            difference = keyvalue.differences({rank: received, self._rank: description})
             if not difference or self._is_shifted(rank, made_as):
                 return
         except RuntimeError as problem:
@@ -121,12 +121,12 @@ class RankConsistencyCheck:
             "the same datasets and loaders in the same order on all ranks, begin as many passes on each, and load the "
             "same state (saved by any rank). Create a loader for one rank only with rank=0, world_size=1."
         )
-        rendezvous.refuse(self._group, text)
+        keyvalue.refuse(self._group, text)
         raise WorldError(text)
 
     def check_refusal(self) -> None:
         """Raise WorldError if another rank has refused to continue since this loader was created."""
-        token, reason = rendezvous.refusal(self._group)
+        token, reason = keyvalue.refusal(self._group)
         if token and token != self._refused_before:
             raise WorldError(reason)
 
@@ -139,7 +139,7 @@ class RankConsistencyCheck:
     def _all_made(self, rank: int) -> set[str | None]:
         """Return the loaders that a rank has created with a number close to this one."""
         numbers = range(max(1, self._number - _SHIFT), self._number + _SHIFT + 1)
-        return {rendezvous.value_of(f"made/{self._group}/{rank}/{number}") for number in numbers}
+        return {keyvalue.get(f"made/{self._group}/{rank}/{number}") for number in numbers}
 
 
 def _comparable(identity: Mapping[str, Any], options: Options) -> dict[str, Any]:
@@ -183,10 +183,10 @@ class EqualSteps:
         self._rounds, self.ahead = self._rounds + 1, min(2 * self.ahead, self._MOST)
         shard = self._shard
         key = f"steps/{self._name}/{self._passes}/{self._rounds}"
-        waits = rendezvous.Waits(self._group, shard.index, shard.count, dict(self._description), self._check)
-        values = rendezvous.all_values(key, str(steps), waits)
+        waits = keyvalue.Waits(self._group, shard.index, shard.count, dict(self._description), self._check)
+        values = keyvalue.all_values(key, str(steps), waits)
         if self._published:  # every rank that has published the new value has received the previous one
-            rendezvous.withdraw(self._published, shard.index)
+            keyvalue.delete(f"{self._published}/{shard.index}")
         self._published = key
         return [int(value) for value in values]
 

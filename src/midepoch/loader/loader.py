@@ -19,7 +19,7 @@ from midepoch._internal.resumable import Resumable
 from midepoch._internal.values import integer
 from midepoch.audit.ledger import Ledger
 from midepoch.audit.records import LeaseSteps
-from midepoch.distributed import rendezvous
+from midepoch.distributed.keyvalue import first_value
 from midepoch.errors import WorldError
 from midepoch.loader import counting, edits
 from midepoch.loader import state as runs
@@ -480,7 +480,7 @@ class Loader(Resumable):
         if self._counterparts is None:
             return phase, weights
         text = json.dumps([cursor.epoch, cursor.steps, phase, weights])
-        agreed = rendezvous.first_value(f"weights/{self._counterparts.next_name()}", text)
+        agreed = first_value(f"weights/{self._counterparts.next_name()}", text)
         if agreed is None:
             return phase, weights
         epoch, steps, phase, weights = json.loads(agreed)

@@ -12,8 +12,7 @@ from typing import Any, TypeVar
 from midepoch._internal.hints import hinted
 from midepoch._internal.progress import shown
 from midepoch.dataset import Dataset, habits
-from midepoch.distributed.keyvalue import Counters
-from midepoch.distributed.rendezvous import first_value
+from midepoch.distributed.keyvalue import Counters, first_value
 from midepoch.open.files import DEFAULT_CACHE_BYTES, Opening
 from midepoch.sources.files import PathLike, check_path
 from midepoch.sources.filters import parse_filter
