@@ -18,7 +18,7 @@ import ports
 from forks import Forks
 from midepoch.checkpoint import CheckpointMismatchError, CheckpointSaveError, PipelineCheckpoint
 from midepoch.checkpoint.local import LocalBoard
-from midepoch.checkpoint.rendezvous import Leader, Members
+from midepoch.checkpoint.rendezvous import Leader, Members, Notes
 from midepoch.distributed.world import World
 
 JOB = Path(__file__).with_name("rank_job.py")
@@ -273,7 +273,7 @@ def test_ddp_and_fsdp2_at_other_sizes(how: str, by: str, data: str, tmp_path: Pa
         ["fsdp", sharded, "save", how],
     )
     assert half[1] == 4 and PipelineCheckpoint(run).steps() == [2, 4]
-    assert {"arrays/__0_0.distcp", "arrays/__1_0.distcp"} <= set(PipelineCheckpoint(sharded)._manifest(3).files)
+    assert {"arrays/__0_0.distcp", "arrays/__1_0.distcp"} <= set(PipelineCheckpoint(sharded).manifest(3).files)
     again = (["ddp", run, data, 8, how], ["fsdp", sharded, "restore", how])
     resumed, restored = ranks_of_torch(3, tmp_path, forks, *again)
     assert resumed == whole, "the global batch is the same, so the weights are"
@@ -333,11 +333,12 @@ def test_under_jax_with_several_processes(data: str, tmp_path: Path, jax_forks: 
 def test_a_rank_that_has_said_that_it_is_done_may_die(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also if it says so and dies in the very moment in which rank 0 looks."""
     board = LocalBoard(tmp_path)
-    leader = Leader(board, "save-1", World(0, 2), timeout=60, token="t", members=Members(board, World(0, 2)))
+    notes = Notes(board, "save-1")
+    leader = Leader(notes, World(0, 2), timeout=60, members=Members(board, World(0, 2)), token="t")
     leader._present = {1: ("n", {})}
 
     def dies(_note: Any) -> bool:
-        board.put("save-1/done-1-n", b'{"payload": "all written"}')
+        notes.put("done-1-n", payload="all written")
         return True
 
     monkeypatch.setattr("midepoch.checkpoint.rendezvous.is_dead", dies)

@@ -41,6 +41,8 @@ def objects_of(bucket_now: Callable[[], Bucket]) -> type:
     """Return a class with the interface of ``midepoch.checkpoint.remote.Objects``."""
 
     class Objects:
+        poll_interval = 0.5
+
         def __init__(self, address: str, storage_options: Mapping[str, Any] | None = None) -> None:
             del storage_options
             self.name, self._bucket = address, bucket_now()

@@ -14,6 +14,7 @@ import weakref
 from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -157,7 +158,7 @@ def verify_and_reopen(source: FileSource, sums: Checksums, name: str) -> FileSou
         return reopened
     try:
         with tempfile.TemporaryFile(prefix="midepoch-checkpoint-") as file:
-            verify_file(source, sums, name, lambda part, offset: _write_at(file.fileno(), part, offset))
+            verify_file(source, sums, name, partial(write_at, file.fileno()))
             return LocalSource(file.fileno()).reopen()
     except OSError as problem:
         if problem.errno not in _NO_SPACE:
@@ -165,7 +166,8 @@ def verify_and_reopen(source: FileSource, sums: Checksums, name: str) -> FileSou
     return BytesSource(read_verified(source, sums, name))
 
 
-def _write_at(fd: int, data: memoryview, offset: int) -> None:
+def write_at(fd: int, data: memoryview, offset: int) -> None:
+    """Write all bytes at an offset of a file."""
     while len(data):
         written = os.pwrite(fd, data, offset)
         data, offset = data[written:], offset + written

@@ -21,7 +21,7 @@ from midepoch.errors import CheckpointDamagedError
 PIECE = 32 << 20
 _LARGE = 1 << 20
 """Bytes from which a checksum is computed in a thread of its own."""
-_READERS = 4
+_READERS, _CHUNK = 4, 1 << 20
 T = TypeVar("T")
 
 
@@ -36,7 +36,7 @@ class Checksums:
 class Sink(Protocol):
     """Target of a write: takes all bytes, in order, or raises OSError."""
 
-    def write(self, data: memoryview, /) -> None: ...
+    def write(self, data: memoryview, /) -> Any: ...
 
 
 class FileSource(Protocol):
@@ -62,12 +62,10 @@ class ChecksumSink:
         self._size, self._crc = 0, 0
         self._pieces: list[int] = []
 
-    def write(self, data: Any) -> None:
-        """Write bytes or anything that exposes a buffer."""
-        view = memoryview(data).cast("B")
-        while len(view):
+    def write(self, data: memoryview, /) -> None:
+        while len(data):
             room = PIECE - self._size % PIECE
-            part, view = view[:room], view[room:]
+            part, data = data[:room], data[room:]
             if self._thread is not None and len(part) > _LARGE:
                 crc = self._thread.submit(zlib.crc32, part, self._crc)
                 self._sink.write(part)
@@ -127,23 +125,20 @@ def verify_file(
 
 def file_checksums(path: Path) -> Checksums:
     """Return the checksums of a local file."""
-    sink = ChecksumSink(_NullSink())
-    piece = bytearray(min(PIECE, max(1, path.stat().st_size)))
-    with path.open("rb", buffering=0) as file:
-        while size := file.readinto(piece):
-            sink.write(memoryview(piece)[:size])
-    return sink.checksums
-
-
-class _NullSink:
-    def write(self, data: memoryview, /) -> None:
-        pass
+    size, crc32 = 0, list[int]()
+    with path.open("rb") as file:
+        while chunk := file.read(_CHUNK):
+            if not size % PIECE:
+                crc32.append(0)
+            crc32[-1] = zlib.crc32(chunk, crc32[-1])
+            size += len(chunk)
+    return Checksums(size, tuple(crc32))
 
 
 class BytesSource:
     """Source over bytes in memory."""
 
-    chunk = 1 << 20
+    chunk = _CHUNK
 
     def __init__(self, data: Bytes) -> None:
         self._data, self.size = data.data, len(data)

@@ -37,7 +37,7 @@ class LocalStore:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path).expanduser().absolute()
         self.name = str(self.path)
-        self.board: Board = LocalBoard(self.path / ".ranks")
+        self.board: Board = LocalBoard(self.path)
         self._is_durable = False  # the name of the folder
         self._locks: dict[str, disk.Lock] = {}
         self._manifests: dict[int, tuple[tuple[int, ...], Manifest]] = {}  # by step: signature when read, manifest
@@ -260,14 +260,14 @@ class LocalBoard:
     poll_interval = 0.05
 
     def __init__(self, path: Path) -> None:
-        self._path, self.name = path, str(path.parent)
+        self._path, self.name = path, str(path)
 
     def put(self, name: str, data: bytes) -> None:
         path = self._path / name
         temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
         while True:
-            if not self._path.parent.is_dir():
-                disk.make_folder(self._path.parent)
+            if not self._path.is_dir():
+                disk.make_folder(self._path)
             path.parent.mkdir(parents=True, exist_ok=True)
             try:
                 temporary.write_bytes(data)
@@ -285,13 +285,15 @@ class LocalBoard:
         except FileNotFoundError:
             return None
 
-    def names(self, group: str = "") -> list[str]:
-        files = ((folder, name) for folder, _, names in os.walk(self._path / group) for name in names)
-        return sorted(f"{os.path.basename(folder)}/{name}" for folder, name in files if not name.startswith("."))
+    def list(self, below: str) -> list[str]:
+        folders = os.walk(self._path / below)
+        files = (Path(folder, name) for folder, _, names in folders for name in names if not name.startswith("."))
+        return [file.relative_to(self._path).as_posix() for file in files]
 
-    def remove(self, names: Sequence[str]) -> None:
+    def delete(self, names: Sequence[str]) -> None:
         for name in names:
-            (self._path / name).unlink(missing_ok=True)
-            for folder in ((self._path / name).parent, self._path):
+            path = self._path / name
+            path.unlink(missing_ok=True)
+            for folder in (path.parent, path.parent.parent):
                 with suppress(OSError):
                     folder.rmdir()

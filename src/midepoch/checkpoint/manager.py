@@ -16,9 +16,9 @@ from midepoch._internal.values import integer, reason
 from midepoch.checkpoint import restoring, saving
 from midepoch.checkpoint.backends import backend_named
 from midepoch.checkpoint.background import Background, Snapshots
-from midepoch.checkpoint.manifest import Keep, Manifest, parse_keep
+from midepoch.checkpoint.manifest import Keep, Manifest, checked_metadata, parse_keep
 from midepoch.checkpoint.matching import fit
-from midepoch.checkpoint.rendezvous import Members, report_absence
+from midepoch.checkpoint.rendezvous import Members, Notes
 from midepoch.checkpoint.restoring import StepLoader
 from midepoch.checkpoint.store import open_store, read_manifests, retrying
 from midepoch.distributed.runs import run_identity
@@ -65,7 +65,7 @@ class PipelineCheckpoint:
         self._given_world = (rank, world_size)
         self._backend_name, self._async, self._allow_pickle = backend, async_save, allow_pickle
         self._timeout = timeout
-        self._backend = backend_named(backend, self._world)
+        self._backend = backend_named(backend, self._world, allow_pickle)
         self._background, self._snapshots = Background(), Snapshots()
         self._members = Members(self._store.board, self._world)
         self._damaged: set[tuple[int, int]] = set()  # (step, sequence) of steps that were found damaged when read
@@ -110,22 +110,16 @@ class PipelineCheckpoint:
         try:
             # An earlier error may be of this rank alone: the others save this step, and so does this one.
             earlier = self._background.finish()
-            job = _contents(pipeline, model, optimizer, extra, rng).job(
-                number,
-                {} if metadata is None else metadata,
-                world,
-                self._backend_name,
-                self._backend,
-                copy=self._async,
-                allow_pickle=self._allow_pickle,
-            )
-            job.group = group
+            checked = checked_metadata({} if metadata is None else metadata)
+            job = saving.SaveJob(number, self._backend_name, checked, group)
+            contents = _contents(pipeline, model, optimizer, extra, rng)
+            contents.fill(job, world, self._backend, copy=self._async, allow_pickle=self._allow_pickle)
             if self._async:
                 job.parts, memory = self._snapshots.copy(job.parts)
                 self._background.start(f"saving step {number}", lambda: self._run(job, world, rules, memory))
         except BaseException as problem:
             if world.size > 1:
-                report_absence(self._store.board, group, world, problem)
+                Notes(self._store.board, group).report_absence(world, problem)
             if earlier is not None:
                 raise problem from earlier
             raise
@@ -199,7 +193,7 @@ class PipelineCheckpoint:
             loader = self._loader(pipeline, model, optimizer, extra, rng)
         except BaseException as problem:
             if world.size > 1:
-                report_absence(self._store.board, group, world, problem)
+                Notes(self._store.board, group).report_absence(world, problem)
             raise
         try:
             loaded = loader.agreed_latest(group, self._timeout, self._members)
@@ -210,10 +204,7 @@ class PipelineCheckpoint:
                 "the ranks cannot meet in %s (%s): each finds the latest step itself", self._store.name, problem
             )
             loaded = loader.latest()
-        if loaded is None:
-            return None
-        loaded.restore(self._backend_of)
-        return loaded.manifest.step
+        return None if loaded is None else loaded.restore(self._backend_of)
 
     def restore(
         self,
@@ -226,14 +217,12 @@ class PipelineCheckpoint:
         rng: bool = True,
     ) -> int:
         """Restore the step of this number. Raises CheckpointNotFoundError or CheckpointDamagedError."""
-        self._background.wait()
-        manifest = self._manifest(integer(step, "restore(step=…)"))
+        manifest = self.manifest(step)
         try:
             loaded = self._loader(pipeline, model, optimizer, extra, rng).load(manifest)
         except CheckpointDamagedError as problem:
             raise CheckpointDamagedError(f"step {step} of {self._store.name}: {problem}.") from None
-        loaded.restore(self._backend_of)
-        return step
+        return loaded.restore(self._backend_of)
 
     def _loader(
         self, pipeline: Any, model: Any, optimizer: Any, extra: Mapping[str, Any] | None, rng: bool
@@ -246,30 +235,23 @@ class PipelineCheckpoint:
 
         ``like``: a tree whose classes, libraries and devices they get, as a JAX tree of named tuples needs.
         """
-        self._background.wait()
-        tree = self._read(self._manifest(step), part)
+        found = restoring.Step(self._store, self.manifest(step), self._allow_pickle)
+        is_model = part in ("model", "optimizer")
+        if is_model and found.manifest.backend != "files":
+            found.verify()
+            backend = self._backend_of(found.manifest)
+            with self._store.local_copy(found.manifest) as folder:
+                tree = backend.read(folder / saving.BACKEND_PART, part, found.json)
+        elif part == "data":
+            tree = found.open(found.data_part(self._world)).read()
+        else:
+            tree = found.open(part if is_model else f"extra.{part}").read()
         return tree if like is None else fit(like, tree, part)
-
-    def _read(self, manifest: Manifest, part: str) -> Any:
-        if part in ("model", "optimizer") and manifest.backend != "files":
-            restoring.check_backend_parts(manifest, [part])
-            restoring.verify(self._store, manifest)
-            with self._store.local_copy(manifest) as folder:
-                return self._backend_of(manifest).read(
-                    folder / saving.BACKEND_PART,
-                    part,
-                    lambda name: restoring.read_json(self._store, manifest, name),
-                    allow_pickle=self._allow_pickle,
-                )
-        name = part if part in ("model", "optimizer") else f"extra.{part}"
-        if part == "data":
-            name = restoring.data_part(manifest, self._world)
-        return restoring.open_part(self._store, manifest, name, allow_pickle=self._allow_pickle).read()
 
     def _backend_of(self, manifest: Manifest) -> Any:
         if manifest.backend == self._backend_name and self._backend is not None:
             return self._backend
-        backend = backend_named(manifest.backend, self._world)
+        backend = backend_named(manifest.backend, self._world, self._allow_pickle)
         if backend is None:
             raise CheckpointDamagedError(f"the backend {manifest.backend!r} has no folder")
         return backend
@@ -294,14 +276,11 @@ class PipelineCheckpoint:
     def manifest(self, step: int) -> Manifest:
         """Return everything about a step except its contents: time, world size, parts, sizes."""
         self._background.wait()
-        return self._manifest(step)
-
-    def _manifest(self, step: int) -> Manifest:
         return restoring.named_manifest(self._store, integer(step, "step"))
 
     def verify(self, step: int) -> None:
         """Read all of a step; raises CheckpointDamagedError if anything differs from what was written."""
-        restoring.verify(self._store, self.manifest(step))
+        restoring.Step(self._store, self.manifest(step), self._allow_pickle).verify()
 
     def delete(self, step: int) -> None:
         """Remove a step."""

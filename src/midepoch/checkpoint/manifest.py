@@ -53,26 +53,21 @@ class Manifest:
         return sum(sums.size for sums in self.files.values())
 
 
+_TYPES: dict[str, type] = {
+    "step": int, "sequence": int, "time": float, "backend": str, "world_size": int, "files": dict, "metadata": dict,
+    "versions": dict, "parts": dict, "folder": str,
+}  # fmt: skip
+"""Types of the fields of a manifest in its JSON text."""
+
+
 def to_bytes(manifest: Manifest) -> bytes:
     """Return the manifest as JSON text that ends with a checksum of itself."""
-    content = {
-        KEY: VERSION,
-        "step": manifest.step,
-        "sequence": manifest.sequence,
-        "saved": time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(manifest.time)),
-        "time": manifest.time,
-        "backend": manifest.backend,
-        "world_size": manifest.world_size,
-        "metadata": manifest.metadata,
-        "versions": manifest.versions,
-        "parts": manifest.parts,
-        "folder": manifest.folder,
-        "piece": PIECE,
-        "files": {
-            name: {"size": sums.size, "crc32": [f"{crc:08x}" for crc in sums.crc32]}
-            for name, sums in sorted(manifest.files.items())
-        },
+    files = {
+        name: {"size": sums.size, "crc32": [f"{crc:08x}" for crc in sums.crc32]}
+        for name, sums in sorted(manifest.files.items())
     }
+    saved = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(manifest.time))
+    content = {KEY: VERSION, "saved": saved, "piece": PIECE, **vars(manifest), "files": files}
     return _to_lines({**content, "sha256": _digest(content)}).encode()
 
 
@@ -99,24 +94,15 @@ def from_bytes(data: bytes, step: int) -> Manifest:
 def _parse(content: dict[str, Any]) -> Manifest:
     if content[KEY] != VERSION or content["piece"] != PIECE:
         raise ValueError(f"version {content[KEY]!r:.40}, pieces of {content['piece']!r:.40}")
-    for name in ("step", "sequence", "world_size"):
-        if type(content[name]) is not int or not 0 <= content[name] < _LARGEST_INT:
+    for name, expected in _TYPES.items():
+        if type(content[name]) is not expected or (expected is int and not 0 <= content[name] < _LARGEST_INT):
             raise ValueError(f"{name} is {content[name]!r:.40}")
-    for name in ("metadata", "versions", "parts"):
-        if not isinstance(content[name], dict):
-            raise ValueError(f"{name} is {content[name]!r:.40}")
-    return Manifest(
-        content["step"],
-        content["sequence"],
-        float(content["time"]),
-        str(content["backend"]),
-        content["world_size"],
-        {_checked_path(name): _checksums(entry) for name, entry in content["files"].items()},
-        content["metadata"],
-        content["versions"],
-        content["parts"],
-        content["folder"] and _checked_path(content["folder"]),
-    )
+    if content["folder"]:
+        _check_path(content["folder"])
+    for path in content["files"]:
+        _check_path(path)
+    files = {name: _checksums(entry) for name, entry in content["files"].items()}
+    return Manifest(**{name: content[name] for name in _TYPES} | {"files": files})
 
 
 def _checksums(entry: dict[str, Any]) -> Checksums:
@@ -136,12 +122,11 @@ def checked_name(name: Any) -> str:
     return name
 
 
-def _checked_path(path: str) -> str:
-    """Return the path of a file below its step if it is valid; backends have folders of their own."""
+def _check_path(path: str) -> None:
+    """Raise ValueError unless the path of a file below its step is valid; backends have folders of their own."""
     parts = path.split("/")
     if len(path) > 1000 or any(part in ("", ".", "..") or set(part) & set("\\\0:") for part in parts):
         raise ValueError(f"a file named {path!r:.80}")
-    return path
 
 
 def checked_metadata(metadata: Mapping[str, Any]) -> dict[str, Any]:

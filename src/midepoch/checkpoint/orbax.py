@@ -6,6 +6,7 @@ manager.restore(step, args=ocp.args.Composite(model=…, data=DataRestore(loader
 
 from __future__ import annotations
 
+import io
 import json
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +16,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from midepoch.checkpoint import stateful
-from midepoch.checkpoint.files import BytesSource, ChecksumSink
+from midepoch.checkpoint.files import BytesSource
 from midepoch.checkpoint.tensor_files import StoredTree, find_arrays, write_arrays
 from midepoch.checkpoint.tree import array_specs, decode, encode
 from midepoch.errors import CheckpointDamagedError, CheckpointMismatchError, CheckpointNotFoundError
@@ -70,9 +71,9 @@ def _write(directory: Any, name: str, state: Any) -> None:
     encoded = encode(state, "data")
     (directory / f"{name}.json").write_text(json.dumps(encoded.json, allow_nan=False))
     if encoded.arrays:
-        buffer = _Buffer()
-        write_arrays(ChecksumSink(buffer), encoded.arrays)
-        (directory / f"{name}.safetensors").write_bytes(bytes(buffer.data))
+        buffer = io.BytesIO()
+        write_arrays(buffer, encoded.arrays)
+        (directory / f"{name}.safetensors").write_bytes(buffer.getvalue())
 
 
 def _read(directory: Any, name: str) -> Any:
@@ -85,11 +86,3 @@ def _read(directory: Any, name: str) -> Any:
         return decode(text, {})
     data = np.frombuffer((directory / f"{name}.safetensors").read_bytes(), np.uint8)
     return StoredTree(text, find_arrays(BytesSource(data), specs.items())).read()
-
-
-class _Buffer:
-    def __init__(self) -> None:
-        self.data = bytearray()
-
-    def write(self, data: memoryview, /) -> None:
-        self.data += data

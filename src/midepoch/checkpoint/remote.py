@@ -24,13 +24,14 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from midepoch._internal.values import reason
 from midepoch.checkpoint import manifest as manifests
-from midepoch.checkpoint.disk import LocalSource
-from midepoch.checkpoint.files import FileSource, Sink, file_checksums
+from midepoch.checkpoint.disk import LocalSource, write_at
+from midepoch.checkpoint.files import FileSource, Sink, verify_file
 from midepoch.checkpoint.manifest import Manifest
 from midepoch.checkpoint.store import STALE, STEP, Board, Process, StepRemovedError
 from midepoch.errors import CheckpointDamagedError, CheckpointError, FetchError
@@ -60,6 +61,8 @@ class _ObjectSink(NamedTuple):
 
 class Objects:
     """Objects below an address like ``s3://bucket/run``. Raises FetchError when all retries have failed."""
+
+    poll_interval = 0.5
 
     def __init__(self, address: str, storage_options: Mapping[str, Any] | None = None) -> None:
         given, options = Address(address.rstrip("/")), dict(storage_options or {})
@@ -211,7 +214,7 @@ class RemoteStore:
     def __init__(self, address: str, storage_options: Mapping[str, Any] | None = None) -> None:
         self._objects = Objects(address, storage_options)
         self.name = self._objects.name
-        self.board: Board = RemoteBoard(self._objects)
+        self.board: Board = self._objects
 
     def steps(self) -> list[int]:
         return sorted({int(match[1]) for name in self._objects.list() if (match := _MANIFEST.match(name))})
@@ -245,15 +248,11 @@ class RemoteStore:
     @contextmanager
     def local_copy(self, manifest: Manifest) -> Iterator[Path]:
         with _temporary_folder() as folder:
-            piece = memoryview(bytearray(_PART_BYTES))
-            for name in manifest.files:
+            for name, sums in manifest.files.items():
                 target = folder / name
                 target.parent.mkdir(parents=True, exist_ok=True)
                 with self.source(manifest, name) as source, target.open("wb") as file:
-                    for offset in range(0, source.size, _PART_BYTES):
-                        file.write(piece[: source.read_into(piece[: source.size - offset], offset)])
-                if file_checksums(target) != manifest.files[name]:
-                    raise CheckpointDamagedError(f"{name} arrived damaged")
+                    verify_file(source, sums, name, partial(write_at, file.fileno()))
             yield folder
 
     def begin(self, step: int, token: str) -> None:
@@ -261,7 +260,7 @@ class RemoteStore:
         self._claim(_claim_of(step, token))
 
     def _claim(self, note: str) -> None:
-        self._objects.put(note, json.dumps(Process.current().to_dict()).encode())
+        self._objects.put(note, json.dumps(Process.current()).encode())
 
     def sink(self, step: int, token: str, name: str) -> AbstractContextManager[Sink]:
         return self._objects.writer(f"step_{step}/{token}/{name}")
@@ -270,14 +269,11 @@ class RemoteStore:
     def scratch(self, step: int, token: str, part: str) -> Iterator[Path]:
         with _temporary_folder() as folder:
             yield folder / part
-            for path in sorted((folder / part).rglob("*")):
-                if path.is_file():
-                    self._upload(path, step, token, path.relative_to(folder).as_posix())
-
-    def _upload(self, path: Path, step: int, token: str, name: str) -> None:
-        with path.open("rb") as file, self.sink(step, token, name) as sink:
-            while data := file.read(_PART_BYTES):
-                sink.write(memoryview(data))
+            for path in sorted(path for path in (folder / part).rglob("*") if path.is_file()):
+                name = path.relative_to(folder).as_posix()
+                with path.open("rb") as file, self.sink(step, token, name) as sink:
+                    while data := file.read(_PART_BYTES):
+                        sink.write(memoryview(data))
 
     def folder_of(self, token: str) -> str:
         return token
@@ -394,11 +390,8 @@ class RemoteStore:
             return _UNKNOWN
 
     def _is_dead(self, claim: str) -> bool:
-        try:
-            process = Process.parse(json.loads(self._objects.get(claim) or b"null"))
-        except ValueError:
-            process = None
-        return process is not None and process.is_dead()
+        data = self._objects.get(claim)
+        return data is not None and Process(*json.loads(data)).is_dead()
 
 
 def _manifest_of(step: int | str) -> str:
@@ -407,27 +400,6 @@ def _manifest_of(step: int | str) -> str:
 
 def _claim_of(step: int | str, token: str) -> str:
     return f".attempts/step_{step}.{token}"
-
-
-class RemoteBoard:
-    """Board of objects."""
-
-    poll_interval = 0.5
-
-    def __init__(self, objects: Objects) -> None:
-        self._objects, self.name = objects, objects.name
-
-    def put(self, name: str, data: bytes) -> None:
-        self._objects.put(f".ranks/{name}", data)
-
-    def get(self, name: str) -> bytes | None:
-        return self._objects.get(f".ranks/{name}")
-
-    def names(self, group: str = "") -> list[str]:
-        return sorted(name.removeprefix(".ranks/") for name in self._objects.list(f".ranks/{group}".rstrip("/")))
-
-    def remove(self, names: Sequence[str]) -> None:
-        self._objects.delete([f".ranks/{name}" for name in names])
 
 
 class _RemoteSource:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 import logging
 import secrets
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from midepoch.checkpoint import disk, files, rng, stateful
 from midepoch.checkpoint.backends import Backend, Restorable
 from midepoch.checkpoint.manifest import Manifest, checked_name
-from midepoch.checkpoint.rendezvous import Follower, Leader, Members, lead
+from midepoch.checkpoint.rendezvous import Follower, Leader, Members, Notes, lead
 from midepoch.checkpoint.saving import BACKEND_PART, Contents, rank_part
 from midepoch.checkpoint.store import CheckpointStore, StepRemovedError, read_manifests, retrying
 from midepoch.checkpoint.tensor_files import StoredArray, StoredTree, find_arrays
@@ -28,70 +28,62 @@ from midepoch.errors import (
 _log = logging.getLogger("midepoch")
 
 
-def verify(store: CheckpointStore, manifest: Manifest, besides: Collection[str] = ()) -> None:
-    """Read every file of a step; raises CheckpointDamagedError with the name of the first damaged one."""
-    for name, sums in manifest.files.items():
-        if name not in besides:
-            with store.source(manifest, name) as source:
-                files.verify_file(source, sums, name)
+@dataclass(frozen=True)
+class Step:
+    """A step and its files. Everything that is read is verified, or CheckpointDamagedError is raised."""
 
+    store: CheckpointStore
+    manifest: Manifest
+    allow_pickle: bool
 
-def has_part(manifest: Manifest, part: str) -> bool:
-    return f"{part}.json" in manifest.files
+    def verify(self, besides: Collection[str] = ()) -> None:
+        """Read every file; the error has the name of the first damaged one."""
+        for name, sums in self.manifest.files.items():
+            if name not in besides:
+                with self.store.source(self.manifest, name) as source:
+                    files.verify_file(source, sums, name)
 
+    def has(self, part: str) -> bool:
+        return f"{part}.json" in self.manifest.files
 
-def open_part(store: CheckpointStore, manifest: Manifest, part: str, *, allow_pickle: bool) -> StoredTree:
-    """Return the verified tree of a part. CheckpointNotFoundError if the step has none of that name."""
-    tree = read_json(store, manifest, part)
-    specs = array_specs(tree)
-    arrays: Mapping[str, StoredArray] = {}
-    if specs:
-        name = f"{part}.safetensors"
-        if name not in manifest.files:
-            raise CheckpointDamagedError(f"{name} is missing")
-        with store.source(manifest, name) as source:
-            arrays = find_arrays(disk.verify_and_reopen(source, manifest.files[name], name), specs.items())
-    return StoredTree(tree, arrays, allow_pickle)
+    def json(self, part: str) -> Any:
+        """Return the JSON of a part. CheckpointNotFoundError if the step has none of that name."""
+        name = f"{part}.json"
+        if not self.has(part):
+            parts = ", ".join(sorted(map(str, self.manifest.parts))) or "nothing"
+            raise CheckpointNotFoundError(f"step {self.manifest.step} was saved without {part}. It has: {parts}.")
+        try:
+            with self.store.source(self.manifest, name) as source:
+                return json.loads(bytes(files.read_verified(source, self.manifest.files[name], name)))
+        except (ValueError, RecursionError) as problem:
+            raise CheckpointDamagedError(f"{name} cannot be read: {problem!r:.200}") from None
 
+    def open(self, part: str) -> StoredTree:
+        """Return the tree of a part, its arrays not read yet."""
+        tree = self.json(part)
+        specs = array_specs(tree)
+        arrays: Mapping[str, StoredArray] = {}
+        if specs:
+            name = f"{part}.safetensors"
+            if name not in self.manifest.files:
+                raise CheckpointDamagedError(f"{name} is missing")
+            with self.store.source(self.manifest, name) as source:
+                verified = disk.verify_and_reopen(source, self.manifest.files[name], name)
+            arrays = find_arrays(verified, specs.items())
+        return StoredTree(tree, arrays, self.allow_pickle)
 
-def read_json(store: CheckpointStore, manifest: Manifest, part: str) -> Any:
-    """Return the verified JSON of a part."""
-    name = f"{part}.json"
-    if not has_part(manifest, part):
-        raise _without(manifest, part)
-    try:
-        with store.source(manifest, name) as source:
-            return json.loads(bytes(files.read_verified(source, manifest.files[name], name)))
-    except (ValueError, RecursionError) as problem:
-        raise CheckpointDamagedError(f"{name} cannot be read: {problem!r:.200}") from None
-
-
-def check_backend_parts(manifest: Manifest, names: Iterable[str]) -> None:
-    """Raise CheckpointNotFoundError if a backend has not saved all of these."""
-    for name in names:
-        if name not in manifest.parts:
-            raise _without(manifest, name)
-
-
-def _without(manifest: Manifest, name: str) -> CheckpointNotFoundError:
-    parts = ", ".join(sorted(map(str, manifest.parts))) or "nothing"
-    return CheckpointNotFoundError(f"step {manifest.step} was saved without {name}. It has: {parts}.")
-
-
-def data_part(manifest: Manifest, world: World) -> str:
-    """Return the name of the part with this rank's state of the pipeline."""
-    own = rank_part("data", world.rank)
-    if has_part(manifest, "data"):
-        return "data"
-    if manifest.world_size != world.size and has_part(manifest, rank_part("data", 0)):
-        raise CheckpointMismatchError(
-            "world_size",
-            manifest.world_size,
-            world.size,
-            "each rank saved its own state, which only fits the same world size; ds.loader(…) of midepoch saves one "
-            "state for any world size",
-        )
-    return own if has_part(manifest, own) else "data"
+    def data_part(self, world: World) -> str:
+        """Return the name of the part with this rank's state of the pipeline."""
+        own = rank_part("data", world.rank)
+        if self.manifest.world_size != world.size and self.has(rank_part("data", 0)):
+            raise CheckpointMismatchError(
+                "world_size",
+                self.manifest.world_size,
+                world.size,
+                "each rank saved its own state, which only fits the same world size; ds.loader(…) of midepoch saves "
+                "one state for any world size",
+            )
+        return own if self.has(own) else "data"
 
 
 @dataclass(frozen=True)
@@ -103,7 +95,7 @@ class Restore:
     outline: Any
     read: Callable[[], Any]
 
-    def __call__(self) -> None:
+    def restore(self) -> None:
         stateful.load_state(self.target, self.read(), self.name)
 
 
@@ -111,29 +103,27 @@ class Restore:
 class LoadedStep:
     """A step that was read and verified; nothing has been restored yet."""
 
-    store: CheckpointStore
-    manifest: Manifest
+    step: Step
     restores: list[Restore]
     models: Mapping[str, Any]  # those that a backend restores
     set_generators: Callable[[], None] | None
-    allow_pickle: bool
 
-    def restore(self, backend_of: Callable[[Manifest], Backend]) -> None:
-        """Restore everything, or raise and leave the pipeline as it was. CheckpointMismatchError if it does not fit."""
+    def restore(self, backend_of: Callable[[Manifest], Backend]) -> int:
+        """Restore everything, or raise and leave the pipeline as it was. CheckpointMismatchError if it does not fit.
+
+        Returns the number of the step.
+        """
+        manifest = self.step.manifest
         for restore in self.restores:
-            _check_class(self.manifest, restore.name, restore.target)
+            _check_class(manifest, restore.name, restore.target)
             stateful.check_fits(restore.target, restore.outline, restore.name)
         if not self.models:
             self._restore_all([])
-            return
-        backend = backend_of(self.manifest)
-        with self.store.local_copy(self.manifest) as folder:
-            self._restore_all(
-                backend.load(folder / BACKEND_PART, self.models, self._read_json, allow_pickle=self.allow_pickle)
-            )
-
-    def _read_json(self, part: str) -> Any:
-        return read_json(self.store, self.manifest, part)
+            return manifest.step
+        backend = backend_of(manifest)
+        with self.step.store.local_copy(manifest) as folder:
+            self._restore_all(backend.load(folder / BACKEND_PART, self.models, self.step.json))
+        return manifest.step
 
     def _restore_all(self, models: list[Restorable]) -> None:
         undo: list[Callable[[], None]] = []
@@ -141,11 +131,11 @@ class LoadedStep:
             for restore in self.restores:
                 if restore.name == "data":
                     undo.append(_undo(restore.target))
-                    restore()
+                    restore.restore()
                 else:
-                    _restore_one(self.manifest, restore.name, restore)
+                    self._restore_one(restore)
             for model in models:
-                _restore_one(self.manifest, model.name, model.restore)
+                self._restore_one(model)
         except BaseException:
             for back in undo:
                 back()
@@ -153,37 +143,16 @@ class LoadedStep:
         if self.set_generators is not None:
             self.set_generators()
 
-
-def load(store: CheckpointStore, manifest: Manifest, targets: Contents, world: World, allow_pickle: bool) -> LoadedStep:
-    """Read the parts of a step for these targets, and verify all of it. Raises CheckpointDamagedError."""
-    seen: set[str] = set()
-
-    def opened(part: str) -> StoredTree:
-        seen.update((f"{part}.json", f"{part}.safetensors"))
-        return open_part(store, manifest, part, allow_pickle=allow_pickle)
-
-    def read(part: str) -> Any:
-        return opened(part).read()
-
-    restores: list[Restore] = []
-    if targets.pipeline is not None:
-        ranks = [rank_part("data", rank) for rank in range(manifest.world_size)]
-        if stateful.accepts_all_ranks(targets.pipeline) and ranks and all(has_part(manifest, part) for part in ranks):
-            state = [read(part) for part in ranks]
-        else:
-            state = read(data_part(manifest, world))
-        restores.append(Restore("data", targets.pipeline, state, lambda: state))
-    restores += [
-        _restore(name, target, opened(f"extra.{checked_name(name)}")) for name, target in targets.extra.items()
-    ]
-    own = manifest.backend == "files"
-    if own:
-        restores += [_restore(name, target, opened(name)) for name, target in targets.models.items()]
-    else:
-        check_backend_parts(manifest, targets.models)
-    set_generators = _generators(manifest, world, read) if targets.rng else None
-    verify(store, manifest, besides=seen)
-    return LoadedStep(store, manifest, restores, {} if own else targets.models, set_generators, allow_pickle)
+    def _restore_one(self, restore: Restore | Restorable) -> None:
+        try:
+            restore.restore()
+        except CheckpointMismatchError:
+            raise
+        except Exception as problem:
+            raise CheckpointError(
+                f"step {self.step.manifest.step}: {restore.name} refused its state ({type(problem).__name__}: "
+                f"{problem}). It may be restored in part. Create it again."
+            ) from problem
 
 
 def _restore(name: str, target: Any, stored: StoredTree) -> Restore:
@@ -208,15 +177,39 @@ class StepLoader:
     damaged: set[tuple[int, int]]
 
     def load(self, manifest: Manifest) -> LoadedStep:
-        return load(self.store, manifest, self.targets, self.world, self.allow_pickle)
+        """Read the parts of a step for the targets, and verify all of it. Raises CheckpointDamagedError."""
+        step = Step(self.store, manifest, self.allow_pickle)
+        seen: set[str] = set()
+
+        def opened(part: str) -> StoredTree:
+            seen.update((f"{part}.json", f"{part}.safetensors"))
+            return step.open(part)
+
+        restores: list[Restore] = []
+        if self.targets.pipeline is not None:
+            ranks = [rank_part("data", rank) for rank in range(step.manifest.world_size)]
+            if stateful.accepts_all_ranks(self.targets.pipeline) and ranks and all(map(step.has, ranks)):
+                state = [opened(part).read() for part in ranks]
+            else:
+                state = opened(step.data_part(self.world)).read()
+            restores.append(Restore("data", self.targets.pipeline, state, lambda: state))
+        own = {f"extra.{checked_name(name)}": (name, target) for name, target in self.targets.extra.items()}
+        is_own = step.manifest.backend == "files"
+        if is_own:
+            own |= {name: (name, target) for name, target in self.targets.models.items()}
+        restores += [_restore(name, target, opened(part)) for part, (name, target) in own.items()]
+        set_generators = _generators(step, self.world, opened) if self.targets.rng else None
+        step.verify(besides=seen)
+        return LoadedStep(step, restores, {} if is_own else self.targets.models, set_generators)
 
     def agreed_latest(self, group: str, timeout: float, members: Members) -> LoadedStep | None:
         """Return the latest step that is not damaged: rank 0 finds it for all ranks."""
         if self.world.size == 1:
             return self.latest()
         members.forget()
+        notes = Notes(self.store.board, group)
         if self.world.rank:
-            follower = Follower(self.store.board, group, self.world, timeout, members=members)
+            follower = Follower(notes, self.world, timeout, members)
             try:
                 follower.join(None)
             except BaseException as problem:
@@ -224,16 +217,14 @@ class StepLoader:
                 raise
             step = follower.outcome()["step"]
             return None if step is None else self.load(named_manifest(self.store, step))
-        leader = Leader(self.store.board, group, self.world, timeout, secrets.token_hex(8), members=members)
-        found: list[LoadedStep | None] = []
+        leader = Leader(notes, self.world, timeout, members, secrets.token_hex(8))
 
-        def action() -> dict[str, Any]:
+        def action() -> tuple[int | None, LoadedStep | None]:
             leader.admit()
-            found.append(self.latest())
-            return {"step": found[0].manifest.step if found[0] is not None else None}
+            found = self.latest()
+            return None if found is None else found.step.manifest.step, found
 
-        lead(leader, action)
-        return found[0]
+        return lead(leader, action)
 
     def latest(self) -> LoadedStep | None:
         """Return the newest step that is not damaged. Damaged ones are logged; raises if all are."""
@@ -285,7 +276,7 @@ def named_manifest(store: CheckpointStore, step: int) -> Manifest:
 
 def _undo(pipeline: Any) -> Callable[[], None]:
     """Return an action that resets a pipeline. Not a StatefulDataLoader: it would start its workers for its state."""
-    if not stateful.is_iterator(pipeline):
+    if stateful.kind_of(pipeline) != "pipeline":
         return lambda: None
     try:
         before = stateful.state_of(pipeline)
@@ -305,26 +296,11 @@ def _check_class(manifest: Manifest, name: str, target: Any) -> None:
         raise CheckpointMismatchError(f"the class of {name}", saved, current, cause)
 
 
-def _restore_one(manifest: Manifest, name: str, restore: Callable[[], None]) -> None:
-    try:
-        restore()
-    except CheckpointMismatchError:
-        raise
-    except Exception as problem:
-        raise CheckpointError(
-            f"step {manifest.step}: {name} refused its state ({type(problem).__name__}: {problem}). It may be restored "
-            "in part. Create it again."
-        ) from problem
-
-
-def _generators(manifest: Manifest, world: World, read: Callable[[str], Any]) -> Callable[[], None] | None:
+def _generators(step: Step, world: World, opened: Callable[[str], StoredTree]) -> Callable[[], None] | None:
     """Return an action that sets the random generators: those of this rank, or new ones for an additional rank."""
-    own = "rng" if world.rank == 0 and has_part(manifest, "rng") else rank_part("rng", world.rank)
-    if has_part(manifest, own):
-        state = rng.checked(read(own))
-        return lambda: rng.restore(state)
-    for part in ("rng", rank_part("rng", 0)):
-        if has_part(manifest, part):
-            state = rng.checked(read(part))
-            return lambda: rng.reseed(state, world.rank)
+    own = "rng" if world.rank == 0 and step.has("rng") else rank_part("rng", world.rank)
+    for part in (own, "rng", rank_part("rng", 0)):
+        if step.has(part):
+            state = rng.checked(opened(part).read())
+            return lambda: rng.restore(state) if part == own else rng.reseed(state, world.rank)
     return None

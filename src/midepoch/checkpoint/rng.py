@@ -29,11 +29,6 @@ os.register_at_fork(after_in_child=_renew)  # the thread that holds it is not in
 
 def capture() -> dict[str, Any]:
     """Return the states of all generators that are in use in this process, as a tree."""
-    with _turn:
-        return _capture()
-
-
-def _capture() -> dict[str, Any]:
     version, numbers, gauss = random.getstate()
     state: dict[str, Any] = {
         "python": {"version": version, "state": np.array(numbers, np.uint32), "gauss": gauss},
@@ -41,10 +36,13 @@ def _capture() -> dict[str, Any]:
     }
     torch: Any = loaded("torch")
     if torch is not None:
-        state["torch"] = {"cpu": torch.get_rng_state()}
-        for device in _devices(torch):
-            if device == "mps" or getattr(torch, device).is_initialized():  # else nothing was drawn there yet
-                state["torch"][device] = _device_states(torch, device)
+        with _turn:
+            state["torch"] = {"cpu": torch.get_rng_state()}
+            for device, module in _devices(torch).items():
+                if device == "mps":
+                    state["torch"][device] = [module.get_rng_state()]
+                elif module.is_initialized():  # else nothing was drawn there yet
+                    state["torch"][device] = list(module.get_rng_state_all())
     return state
 
 
@@ -60,11 +58,6 @@ def checked(state: Any) -> dict[str, Any]:
 
 def restore(state: dict[str, Any]) -> None:
     """Set all generators that are part of the state and in use in this process."""
-    with _turn:
-        _restore(state)
-
-
-def _restore(state: dict[str, Any]) -> None:
     python = state["python"]
     random.setstate((python["version"], tuple(map(int, python["state"])), python["gauss"]))
     if np.random.get_state(legacy=False)["bit_generator"] != state["numpy"]["bit_generator"]:
@@ -73,11 +66,16 @@ def _restore(state: dict[str, Any]) -> None:
     torch: Any = loaded("torch")
     if torch is None or "torch" not in state:
         return
-    torch.set_rng_state(state["torch"]["cpu"])
-    for device in _devices(torch):
-        for number, inner in enumerate(state["torch"].get(device, ())):
-            if number < _count(torch, device):
-                _set_device_state(torch, device, number, inner)
+    with _turn:
+        torch.set_rng_state(state["torch"]["cpu"])
+        for device, module in _devices(torch).items():
+            saved = state["torch"].get(device, ())
+            if device == "mps":
+                for inner in saved:
+                    module.set_rng_state(inner)
+            else:
+                for number, inner in enumerate(saved[: module.device_count()]):
+                    module.set_rng_state(inner, number)
 
 
 def reseed(state: dict[str, Any], rank: int) -> None:
@@ -99,22 +97,7 @@ def _bit_generator(state: dict[str, Any]) -> Any:
     return classes[state["bit_generator"]]()
 
 
-def _devices(torch: Any) -> list[str]:
-    devices = [device for device in ("cuda", "xpu") if getattr(torch, device).is_available()]
-    return [*devices, "mps"] if torch.backends.mps.is_available() else devices
-
-
-def _count(torch: Any, device: str) -> int:
-    return 1 if device == "mps" else int(getattr(torch, device).device_count())
-
-
-def _device_states(torch: Any, device: str) -> list[Any]:
-    module = getattr(torch, device)
-    return [module.get_rng_state()] if device == "mps" else list(module.get_rng_state_all())
-
-
-def _set_device_state(torch: Any, device: str, number: int, state: Any) -> None:
-    if device == "mps":
-        torch.mps.set_rng_state(state)
-    else:
-        getattr(torch, device).set_rng_state(state, number)
+def _devices(torch: Any) -> dict[str, Any]:
+    """Return the modules of torch whose devices are available, by name. Only ``mps`` has no device numbers."""
+    modules = {name: getattr(torch, name) for name in ("cuda", "xpu") if getattr(torch, name).is_available()}
+    return {**modules, "mps": torch.mps} if torch.backends.mps.is_available() else modules

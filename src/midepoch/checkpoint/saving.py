@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from midepoch._internal.values import loaded, reason
 from midepoch.checkpoint import manifest as manifests
@@ -19,7 +19,7 @@ from midepoch.checkpoint import rng, stateful
 from midepoch.checkpoint.backends import Backend
 from midepoch.checkpoint.files import Checksums, ChecksumSink, SideThread, file_checksums
 from midepoch.checkpoint.manifest import Manifest
-from midepoch.checkpoint.rendezvous import Follower, Leader, Members, lead
+from midepoch.checkpoint.rendezvous import Follower, Leader, Members, Notes, lead
 from midepoch.checkpoint.store import CheckpointStore, read_manifests, retrying
 from midepoch.checkpoint.tensor_files import write_arrays
 from midepoch.checkpoint.tree import INLINE, EncodedTree, encode
@@ -34,28 +34,32 @@ BACKEND_PART = "arrays"
 """Folder that a backend fills."""
 
 
+class RankState(NamedTuple):
+    """Description of a rank's pipeline that rank 0 compares before anything is committed."""
+
+    common: Any = None
+    """Entries of the state that are the same on all ranks."""
+    is_global: bool = True
+    """True if the state of one rank is that of all."""
+    own: Any = None
+    """The state, if each rank has one of its own and those of all ranks can be checked together."""
+
+
 @dataclass
 class SaveJob:
-    """Contents of a step, taken at the moment of the call."""
+    """Contents of a step that this rank saves, taken at the moment of the call."""
 
     step: int
     backend: str
     metadata: dict[str, Any]
+    group: str
+    """Name of the rendezvous: no other save has it, in this run or another."""
     parts: dict[str, EncodedTree] = field(default_factory=dict)
     classes: dict[str, str] = field(default_factory=dict)
     """By name, the class that a part was saved from."""
-    group: str = ""
-    """Name of the rendezvous: no other save has it, in this run or another."""
-    state: Any = None
-    """Entries of the pipeline's state that are the same on all ranks: compared before anything is written."""
-    is_global: bool = True
-    """True if the state of the pipeline is that of all ranks."""
-    own: Any = None
-    """State of the pipeline if each rank has one of its own, and those of all ranks can be checked together."""
+    state: RankState = field(default_factory=RankState)
     check_states: Callable[[list[Any]], None] | None = None
     """Raises an error if the states of all ranks could not be loaded together."""
-    shared: frozenset[str] = frozenset()
-    """Parts that are equal on all ranks: only rank 0 writes them."""
     write_arrays: Callable[[Path], None] | None = None
     """Writer of the backend, called on all ranks."""
 
@@ -69,41 +73,21 @@ class Contents:
     extra: Mapping[str, Any]
     rng: bool
 
-    def job(
-        self,
-        step: int,
-        metadata: Mapping[str, Any],
-        world: World,
-        backend_name: str,
-        backend: Backend | None,
-        *,
-        copy: bool,
-        allow_pickle: bool,
-    ) -> SaveJob:
-        """Encode everything. With ``copy`` a backend copies the arrays that it writes later."""
+    def fill(self, job: SaveJob, world: World, backend: Backend | None, *, copy: bool, allow_pickle: bool) -> None:
+        """Encode what this rank saves. With ``copy`` a backend copies the arrays that it writes later."""
 
         def encoded(value: Any, name: str, inline: int = INLINE) -> EncodedTree:
             return encode(value, name, allow_pickle=allow_pickle, inline=inline)
 
         stateful.check_saveable(self.pipeline, self.models, self.extra)
         extras = {f"extra.{manifests.checked_name(name)}": value for name, value in self.extra.items()}
-        job = SaveJob(step, backend_name, manifests.checked_metadata(metadata))
         job.classes = {name: stateful.class_name(owner) for name, owner in {**self.models, **extras}.items()}
-        job.shared = frozenset({"data", *self.models, *extras})
         if self.pipeline is not None:
-            state = stateful.state_of(self.pipeline)
-            is_global = world.size == 1 or stateful.is_global_state(self.pipeline, state)
-            part = "data" if is_global else rank_part("data", world.rank)
-            job.parts[part] = encoded(state, "data")
-            job.classes["data"] = stateful.class_name(self.pipeline)
-            if world.size > 1:
-                job.state, job.is_global = common_state(job.parts[part].json, is_global), is_global
-                job.check_states = None if is_global else stateful.states_checker(self.pipeline)
-                job.own = None if job.check_states is None else state
+            self._fill_state(job, world, encoded)
         if backend is not None and self.models:
-            snapshot = backend.snapshot(self.models, copy=copy, allow_pickle=allow_pickle)
-            job.parts |= snapshot.parts
+            snapshot = backend.snapshot(self.models, copy=copy)
             job.write_arrays = snapshot.write
+            job.parts |= {} if world.rank else snapshot.parts
         own = {**self.models, **extras} if backend is None else extras
         for part, owner in own.items():
             stateful.check_not_distributed(owner, part)
@@ -113,7 +97,19 @@ class Contents:
         if self.rng:
             part = "rng" if world.size == 1 else rank_part("rng", world.rank)
             job.parts[part] = encoded(rng.capture(), "rng")
-        return job
+
+    def _fill_state(self, job: SaveJob, world: World, encoded: Callable[[Any, str], EncodedTree]) -> None:
+        state = stateful.state_of(self.pipeline)
+        tree = encoded(state, "data")
+        job.classes["data"] = stateful.class_name(self.pipeline)
+        is_global = world.size == 1 or stateful.is_global_state(self.pipeline, state)
+        if not is_global:
+            job.parts[rank_part("data", world.rank)] = tree
+            job.check_states = stateful.states_checker(self.pipeline)
+        elif not world.rank:
+            job.parts["data"] = tree
+        own = None if job.check_states is None else state
+        job.state = RankState(common_state(tree.json, is_global), is_global, own)
 
 
 def rank_part(part: str, rank: int) -> str:
@@ -139,15 +135,14 @@ def save(store: CheckpointStore, job: SaveJob, world: World, timeout: float, mem
     replaced it with another error.
     """
     started = time.monotonic()
+    notes = Notes(store.board, job.group)
     handled = sys.exc_info()[1]  # of a caller that saves while it handles an interrupt
     try:
         if world.rank:
-            _follow(store, job, Follower(store.board, job.group, world, timeout, members=members))
+            _follow(store, job, Follower(notes, world, timeout, members))
             return []
         token = secrets.token_hex(8)
-        leader = None
-        if world.size > 1:
-            leader = Leader(store.board, job.group, world, timeout, token, members=members)
+        leader = Leader(notes, world, timeout, members, token) if world.size > 1 else None
         committed = _lead(store, job, world, token, leader)
     except CheckpointSaveError:
         raise
@@ -181,9 +176,7 @@ def _describe_steps(store: CheckpointStore) -> str:
 
 
 def _lead(store: CheckpointStore, job: SaveJob, world: World, token: str, leader: Leader | None) -> list[Manifest]:
-    committed: list[Manifest] = []
-
-    def action() -> dict[str, Any]:
+    def action() -> tuple[int, list[Manifest]]:
         store.begin(job.step, token)
         if leader is not None:
             _compare(job, leader.admit())
@@ -193,10 +186,8 @@ def _lead(store: CheckpointStore, job: SaveJob, world: World, token: str, leader
         if leader is not None:
             for payload in leader.gather().values():
                 files |= {name: Checksums(size, tuple(crc32)) for name, (size, crc32) in payload.items()}
-        existing, _ = retrying(
-            store, lambda: read_manifests(store)
-        )  # only steps that exist before the commit may be pruned after it
-        committed.extend(manifest for manifest in existing if manifest.step != job.step)
+        # Only steps that exist before the commit may be pruned after it.
+        existing, _ = retrying(store, lambda: read_manifests(store))
         new = Manifest(
             job.step,
             max((manifest.sequence for manifest in existing), default=0) + 1,
@@ -210,16 +201,14 @@ def _lead(store: CheckpointStore, job: SaveJob, world: World, token: str, leader
             store.folder_of(token),
         )
         store.commit(job.step, token, manifests.to_bytes(new))
-        committed.append(new)
-        return {"step": job.step}
+        return job.step, [*(manifest for manifest in existing if manifest.step != job.step), new]
 
-    lead(leader, action, lambda: store.abandon(job.step, token))
-    return committed
+    return lead(leader, action, lambda: store.abandon(job.step, token))
 
 
 def _follow(store: CheckpointStore, job: SaveJob, follower: Follower) -> None:
     try:
-        token = follower.join([job.state, job.is_global, job.own])
+        token = follower.join(job.state)
         if job.write_arrays is not None:
             follower.wait_for_go()
         files = _write(store, job, token, follower.world)
@@ -234,19 +223,21 @@ def _follow(store: CheckpointStore, job: SaveJob, follower: Follower) -> None:
 
 def _compare(job: SaveJob, others: Mapping[int, Any]) -> None:
     """Raise CheckpointSaveError if pipelines or positions of the ranks differ: a resume would lose or repeat rows."""
-    state = json.loads(json.dumps(job.state))
-    for rank, (other, is_global, _) in sorted(others.items()):
-        if is_global != job.is_global:
+    common = json.loads(json.dumps(job.state.common))
+    states = {rank: RankState(*payload) for rank, payload in sorted(others.items())}
+    for rank, other in states.items():
+        if other.is_global != job.state.is_global:
+            idle, leasing = (rank, 0) if other.is_global else (0, rank)
             raise CheckpointSaveError(
-                f"step {job.step} was not saved: rank {rank if is_global else 0} has not begun to lease, and rank "
-                f"{0 if is_global else rank} has. Save when all ranks are in their lease() block."
+                f"step {job.step} was not saved: rank {idle} has not begun to lease, and rank {leasing} has. "
+                "Save when all ranks are in their lease() block."
             )
-        if other == state:
-            continue
-        if isinstance(state, Mapping) and isinstance(other, Mapping):
-            difference = differences({0: state, rank: other})
+        if isinstance(common, Mapping) and isinstance(other.common, Mapping):
+            difference = differences({0: common, rank: other.common})
+        elif other.common != common:
+            difference = f"{_describe(common)} on rank 0 and {_describe(other.common)} on rank {rank}"
         else:
-            difference = f"{_describe(state)} on rank 0 and {_describe(other)} on rank {rank}"
+            difference = ""
         if difference:
             raise CheckpointSaveError(
                 f"step {job.step} was not saved: the pipelines of the ranks differ: {difference}. Save after all ranks "
@@ -255,7 +246,7 @@ def _compare(job: SaveJob, others: Mapping[int, Any]) -> None:
     if job.check_states is None:
         return
     try:
-        job.check_states([job.own, *(own for _, (_, _, own) in sorted(others.items()))])
+        job.check_states([job.state.own, *(other.own for other in states.values())])
     except MidepochError as problem:
         raise CheckpointSaveError(
             f"step {job.step} was not saved, because the states of the ranks could not be loaded together: {problem}"
@@ -272,11 +263,9 @@ def _write(store: CheckpointStore, job: SaveJob, token: str, world: World) -> di
     if job.write_arrays is not None:  # first: all ranks do so together, and one that failed before would be missing
         written |= _write_backend(store, job, token, world)
     for part, encoded in job.parts.items():
-        if world.rank and part in job.shared:
-            continue
         with store.sink(job.step, token, f"{part}.json") as sink:
             summing = ChecksumSink(sink)
-            summing.write(json.dumps(encoded.json, allow_nan=False).encode())
+            summing.write(memoryview(json.dumps(encoded.json, allow_nan=False).encode()))
             written[f"{part}.json"] = summing.checksums
         if encoded.arrays:
             with SideThread("sum") as thread, store.sink(job.step, token, f"{part}.safetensors") as sink:

@@ -1,6 +1,6 @@
 """Objects with a state: pipelines, models, optimizers, anything with ``state_dict`` or ``get_state``, and trees.
 
-Each kind has a tree of values, a check whether another tree fits, and a way to load one.
+Each kind (``kind_of``) has a tree of values, a check whether another tree fits, and a way to load one.
 """
 
 from __future__ import annotations
@@ -29,20 +29,39 @@ _STATE_METHODS = (
 )  # fmt: skip
 
 
+def kind_of(owner: Any) -> str:
+    """Return the kind of an object.
+
+    "nnx": of flax. "module", "optimizer": of torch. "pipeline": with ``get_state`` and ``set_state``. "stateful": with
+    ``state_dict`` and ``load_state_dict``. "tree": dicts, lists, arrays and any other value.
+    """
+    if _nnx_of(owner) is not None:
+        return "nnx"
+    if _is_torch(owner, "nn.Module"):
+        return "module"
+    if _has(owner, "get_state", "set_state"):
+        return "pipeline"
+    if _is_torch(owner, "optim.Optimizer"):
+        return "optimizer"
+    return "stateful" if _has(owner, "state_dict", "load_state_dict") else "tree"
+
+
 def state_of(owner: Any) -> Any:
     """Return the values to save of a pipeline, model, optimizer, stateful object or tree."""
     owner = unwrap(owner)
-    if (nnx := _nnx_of(owner)) is not None:
-        state = owner if isinstance(owner, nnx.State) else nnx.state(owner)
-        return nnx.to_pure_dict(state)
-    if is_iterator(owner):
+    kind = kind_of(owner)
+    if kind == "nnx":
+        nnx = _nnx_of(owner)
+        return nnx.to_pure_dict(owner if isinstance(owner, nnx.State) else nnx.state(owner))
+    if kind == "pipeline":
         return owner.get_state()
-    return owner.state_dict() if _is_stateful(owner) else owner
+    return owner if kind == "tree" else owner.state_dict()
 
 
 def check_fits(owner: Any, tree: Any, name: str) -> None:
     """Raise CheckpointMismatchError if this tree cannot be loaded into an object. Changes nothing."""
     owner = unwrap(owner)
+    kind = kind_of(owner)
     if _has(owner, "check_state"):
         try:
             owner.check_state(tree)
@@ -54,13 +73,14 @@ def check_fits(owner: Any, tree: Any, name: str) -> None:
     elif _has(getattr(owner, "dataset", None), "check_state"):
         for inner in _states_in(tree):  # a StatefulDataLoader, which would raise only at its first batch
             owner.dataset.check_state(inner)
-    elif _is_torch(owner, "nn.Module"):
+    elif kind == "module":
         check_module(owner.state_dict(), tree, name)
-    elif _is_torch(owner, "optim.Optimizer"):
+    elif kind == "optimizer":
         check_optimizer(owner, tree, name)
-    elif _nnx_of(owner) is not None or is_tree(owner):
+    elif kind in ("nnx", "tree"):
         fit(state_of(owner), tree, name)
-        if _nnx_of(owner) is None and not isinstance(owner, (MutableMapping, list)) and not _is_mutable_array(owner):
+        is_mutable_array = is_array(owner) and spec_of(owner).library in ("torch", "numpy")
+        if kind == "tree" and not isinstance(owner, (MutableMapping, list)) and not is_mutable_array:
             raise TypeError(
                 f"{name}: a {type(owner).__qualname__} cannot be changed in place. Pass something with "
                 f"load_state_dict, a dict or a list, or take its value from PipelineCheckpoint.read(step, {name!r}, "
@@ -71,17 +91,19 @@ def check_fits(owner: Any, tree: Any, name: str) -> None:
 def load_state(owner: Any, tree: Any, name: str) -> None:
     """Load a tree that fits into an object."""
     owner = unwrap(owner)
-    if (nnx := _nnx_of(owner)) is not None:
+    kind = kind_of(owner)
+    if kind == "nnx":
+        nnx = _nnx_of(owner)
         state = owner if isinstance(owner, nnx.State) else nnx.state(owner)
         nnx.replace_by_pure_dict(state, fit(nnx.to_pure_dict(state), tree, name))
         if state is not owner:
             nnx.update(owner, state)
-    elif is_iterator(owner):
+    elif kind == "pipeline":
         owner.set_state(tree)
-    elif _is_stateful(owner):
-        owner.load_state_dict(tree)
-    else:
+    elif kind == "tree":
         fit(owner, tree, name, in_place=True)
+    else:
+        owner.load_state_dict(tree)
 
 
 def unwrap(owner: Any) -> Any:
@@ -137,32 +159,21 @@ def states_checker(pipeline: Any) -> Callable[[list[Any]], None] | None:
     return None if make is None else make()
 
 
-def is_tree(owner: Any) -> bool:
-    """Return True for dicts, lists and arrays, in contrast to an object with methods for its state."""
-    return _nnx_of(owner) is None and not is_iterator(owner) and not _is_stateful(owner)
-
-
 def reads_lazily(owner: Any) -> bool:
     """Return True if the arrays of a state need not be read to check whether it fits."""
     owner = unwrap(owner)
-    if _has(owner, "check_state"):
-        return False
-    return _is_torchs(owner) or is_tree(owner) or _nnx_of(owner) is not None
+    return not _has(owner, "check_state") and kind_of(owner) in ("module", "optimizer", "tree", "nnx")
 
 
 def is_identified_by_class(owner: Any) -> bool:
     """Return True if only its class shows what a state belongs to: it checks no state itself."""
     owner = unwrap(owner)
-    if _nnx_of(owner) is not None or _is_torchs(owner):
-        return False
-    return (is_iterator(owner) or _is_stateful(owner)) and not _has(owner, "check_state")
+    return not _has(owner, "check_state") and kind_of(owner) in ("pipeline", "stateful")
 
 
 def check_saveable(pipeline: Any, models: Mapping[str, Any], extra: Any) -> None:
     """Raise TypeError for arguments of the wrong kind."""
-    if pipeline is not None and (
-        _is_torch(pipeline, "nn.Module") or not (is_iterator(pipeline) or _is_stateful(pipeline))
-    ):
+    if pipeline is not None and kind_of(pipeline) in ("module", "nnx", "tree"):
         raise TypeError(
             f"pipeline: a {type(pipeline).__qualname__} has no state. Expected a loader, dataset or iterator with "
             "get_state and set_state, or state_dict and load_state_dict (of midepoch; torchdata's StatefulDataLoader "
@@ -204,11 +215,10 @@ def restore_targets(owner: Any, json: Any) -> dict[str, Any]:
 
 def _loads_unchanged(owner: Any) -> bool:
     torch: Any = sys.modules.get("torch")
-    if torch is not None and isinstance(owner, torch.nn.Module):
+    kind = kind_of(owner)
+    if kind == "module":
         return all(_has_torchs_methods(module, torch.nn.Module) for module in owner.modules())
-    if torch is not None and isinstance(owner, torch.optim.Optimizer):
-        return _has_torchs_methods(owner, torch.optim.Optimizer)
-    return is_tree(owner)
+    return kind == "tree" or (kind == "optimizer" and _has_torchs_methods(owner, torch.optim.Optimizer))
 
 
 def _has_torchs_methods(owner: Any, base: type) -> bool:
@@ -235,29 +245,12 @@ def _has(owner: Any, *names: str) -> bool:
     return all(callable(getattr(type(owner), name, None)) for name in names)
 
 
-def is_iterator(owner: Any) -> bool:
-    """Return True for an object with ``get_state`` and ``set_state``."""
-    return _has(owner, "get_state", "set_state") and not _is_torch(owner, "nn.Module")
-
-
-def _is_stateful(owner: Any) -> bool:
-    return _has(owner, "state_dict", "load_state_dict")
-
-
 def _is_torch(owner: Any, name: str) -> bool:
     torch: Any = loaded("torch")
     if torch is None:
         return False
     module, class_ = name.split(".")
     return isinstance(owner, getattr(getattr(torch, module), class_))
-
-
-def _is_torchs(owner: Any) -> bool:
-    return _is_torch(owner, "nn.Module") or _is_torch(owner, "optim.Optimizer")
-
-
-def _is_mutable_array(owner: Any) -> bool:
-    return is_array(owner) and spec_of(owner).library in ("torch", "numpy")
 
 
 def _nnx_of(owner: Any) -> Any:

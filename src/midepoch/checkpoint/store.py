@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
-from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 from urllib.parse import unquote
 
 from midepoch._internal.processes import machine, started
@@ -33,10 +32,7 @@ class StepRemovedError(CheckpointNotFoundError):
 
 
 class Board(Protocol):
-    """Small notes through which ranks meet: written atomically, visible to all after a moment.
-
-    A note is named ``GROUP/NAME``.
-    """
+    """Small objects through which ranks meet: written atomically, visible to all after a moment."""
 
     name: str
     poll_interval: float  # longest pause in seconds between two looks
@@ -45,10 +41,10 @@ class Board(Protocol):
 
     def get(self, name: str) -> bytes | None: ...
 
-    def names(self, group: str = "") -> list[str]:
-        """Return the names of all notes, or of those of a group."""
+    def list(self, below: str) -> Iterable[str]:
+        """Return the names of all objects below a name."""
 
-    def remove(self, names: Sequence[str]) -> None: ...
+    def delete(self, names: Sequence[str]) -> None: ...
 
 
 class CheckpointStore(Protocol):
@@ -139,8 +135,7 @@ def retrying(store: CheckpointStore, action: Callable[[], T]) -> T:
     raise CheckpointError(f"the steps of {store.name} are removed faster than they can be read.")
 
 
-@dataclass(frozen=True)
-class Process:
+class Process(NamedTuple):
     """Process of a machine, distinguished from a later one with the same id."""
 
     machine: str
@@ -150,16 +145,6 @@ class Process:
     @staticmethod
     def current() -> Process:
         return Process(machine(), os.getpid(), started(os.getpid()))
-
-    @staticmethod
-    def parse(entry: Any) -> Process | None:
-        try:
-            return Process(str(entry["machine"]), int(entry["pid"]), str(entry["started"]))
-        except (KeyError, TypeError, ValueError):
-            return None
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
     def is_dead(self) -> bool:
         """Return True if the process is known to have exited: nothing is known of other machines' processes."""

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from midepoch.checkpoint.arrays import SAFETENSORS, ArraySpec, Bytes, bytes_of, flat_bytes, is_array, make_array
-from midepoch.checkpoint.files import ChecksumSink, FileSource, run_in_threads
+from midepoch.checkpoint.files import FileSource, Sink, run_in_threads
 from midepoch.checkpoint.tree import decode
 from midepoch.errors import CheckpointDamagedError
 
@@ -25,7 +25,7 @@ _READERS = 4
 _CHUNK = 8 << 20
 
 
-def write_arrays(sink: ChecksumSink, arrays: Mapping[str, tuple[ArraySpec, Any]]) -> None:
+def write_arrays(sink: Sink, arrays: Mapping[str, tuple[ArraySpec, Any]]) -> None:
     """Write arrays by name. At most one of them is copied at a time, and only if necessary."""
     ordered = sorted(arrays.items(), key=lambda item: -item[1][0].itemsize)
     header: dict[str, Any] = {}
@@ -37,12 +37,12 @@ def write_arrays(sink: ChecksumSink, arrays: Mapping[str, tuple[ArraySpec, Any]]
         offset += spec.nbytes
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-(len(text) + 8) % 64)
-    sink.write(len(text).to_bytes(8, "little") + text)
+    sink.write(memoryview(len(text).to_bytes(8, "little") + text))
     for name, (spec, value) in ordered:
         data = bytes_of(value)
         if len(data) != spec.nbytes:
             raise ValueError(f"{name} changed its size while it was saved")
-        sink.write(data)
+        sink.write(data.data)
 
 
 def find_arrays(source: FileSource, specs: Iterable[tuple[str, ArraySpec]]) -> dict[str, StoredArray]:

@@ -16,7 +16,8 @@ from urllib.parse import quote
 from midepoch.checkpoint.tree import EncodedTree
 from midepoch.distributed.world import World, jax_processes, process_group
 
-_EXTRAS = {"orbax": "jax", "dcp": "torch"}
+_CLASSES = {"orbax": ("OrbaxBackend", "jax"), "dcp": ("DcpBackend", "torch")}
+"""Class of each backend, and the library whose processes it needs, which is also the name of midepoch's extra."""
 
 ReadJson = Callable[[str], Any]
 """Return the JSON that a backend has provided for the model or optimizer of this name."""
@@ -41,37 +42,40 @@ class Restorable:
 class Backend(Protocol):
     """Writer and reader of the arrays of models in a folder. All ranks call each method, with the same names."""
 
-    def snapshot(self, models: Mapping[str, Any], *, copy: bool, allow_pickle: bool) -> Snapshot:
+    def snapshot(self, models: Mapping[str, Any], *, copy: bool) -> Snapshot:
         """With ``copy`` the models may change while they are being written."""
 
-    def load(self, folder: Path, models: Mapping[str, Any], read: ReadJson, *, allow_pickle: bool) -> list[Restorable]:
+    def load(self, folder: Path, models: Mapping[str, Any], read: ReadJson) -> list[Restorable]:
         """Read from a verified folder. Raises CheckpointMismatchError if it does not fit. Changes nothing."""
 
-    def read(self, folder: Path, name: str, read: ReadJson, *, allow_pickle: bool) -> Any:
+    def read(self, folder: Path, name: str, read: ReadJson) -> Any:
         """Return the values of one model, as a tree."""
 
 
-def backend_named(name: str, world: World) -> Backend | None:
+def backend_named(name: str, world: World, allow_pickle: bool) -> Backend | None:
     """Return a backend; None for midepoch's own files."""
     if name == "files":
         return None
-    if name not in _EXTRAS:
+    if name not in _CLASSES:
         raise ValueError(f"backend: expected 'files', 'orbax' or 'dcp', got {name!r}")
-    if world.size > 1 and not _has_processes(name, world):
-        framework = "torch.distributed" if name == "dcp" else "jax.distributed"
-        raise ValueError(f"backend={name!r} with {world.size} ranks needs {framework}, initialised with as many.")
+    class_name, library = _CLASSES[name]
+    if world.size > 1 and world.size != _processes(library):
+        raise ValueError(
+            f"backend={name!r} with {world.size} ranks needs {library}.distributed, initialised with as many."
+        )
     try:
-        backend: Backend = import_module(f"midepoch.checkpoint.backends.{name}").make_backend(world)
+        module = import_module(f"midepoch.checkpoint.backends.{name}")
     except ImportError as problem:
-        command = f'pip install "midepoch[{_EXTRAS[name]}]"'
+        command = f'pip install "midepoch[{library}]"'
         raise ImportError(f"backend={name!r} needs more packages: {command} ({problem})") from problem
+    backend: Backend = getattr(module, class_name)(world, allow_pickle)
     return backend
 
 
-def _has_processes(name: str, world: World) -> bool:
-    if name == "dcp":
-        return (dist := process_group()) is not None and dist.get_world_size() == world.size
-    return (jax := jax_processes()) is not None and jax.process_count() == world.size
+def _processes(library: str) -> int:
+    if library == "torch":
+        return 0 if (dist := process_group()) is None else int(dist.get_world_size())
+    return 0 if (jax := jax_processes()) is None else int(jax.process_count())
 
 
 def quoted_name(name: str) -> str:

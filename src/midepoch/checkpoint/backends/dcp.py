@@ -52,14 +52,15 @@ _MOST_BYTES = 2**62
 class DcpBackend:
     """Backend that uses torch.distributed.checkpoint."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: World, allow_pickle: bool) -> None:
+        self._allow_pickle = allow_pickle
         # Collectives of a save in a thread must not mix with those of the training loop.
         self._alone = world.size == 1 or not dist.is_initialized()
         self._group = None if self._alone else dist.new_group(backend="gloo")
         self._rank = 0 if self._alone else dist.get_rank()
 
-    def snapshot(self, models: Mapping[str, Any], *, copy: bool, allow_pickle: bool) -> Snapshot:
-        encoded = {name: _encoded(models, name, allow_pickle, saving=True) for name in models}
+    def snapshot(self, models: Mapping[str, Any], *, copy: bool) -> Snapshot:
+        encoded = {name: self._encoded(models, name, saving=True) for name in models}
         tensors = {
             f"{name}.{quoted_name(key)}": _tensor(spec, value, copy)
             for name, (_, each) in encoded.items()
@@ -74,40 +75,40 @@ class DcpBackend:
         parts = {name: EncodedTree({"by": by, "tree": each.json}) for name, (by, each) in encoded.items()}
         return Snapshot(parts, write if tensors else None)
 
-    def load(self, folder: Path, models: Mapping[str, Any], read: ReadJson, *, allow_pickle: bool) -> list[Restorable]:
+    def load(self, folder: Path, models: Mapping[str, Any], read: ReadJson) -> list[Restorable]:
         loaded = []
         for name, model in models.items():
             saved = read(name)
             specs = array_specs(saved["tree"])
             _metadata(folder, name, specs)
             if saved["by"] == "names":
-                with _current(models, name, allow_pickle) as current:
+                with self._current(models, name) as current:
                     _check_shapes(specs, {key: spec for key, (spec, _) in current.items()}, name)
             else:
                 nothing = BytesSource(np.empty(0, np.uint8))
                 outline = {key: StoredArray(key, spec, nothing, 0) for key, spec in specs.items()}
-                check_fits(model, decode(saved["tree"], outline, allow_pickle=allow_pickle), name)
-            loaded.append(Restorable(name, partial(self._restore, folder, models, name, saved, allow_pickle)))
+                check_fits(model, decode(saved["tree"], outline, allow_pickle=self._allow_pickle), name)
+            loaded.append(Restorable(name, partial(self._restore, folder, models, name, saved)))
         return loaded
 
-    def _restore(self, folder: Path, models: Mapping[str, Any], name: str, saved: Any, allow_pickle: bool) -> None:
+    def _restore(self, folder: Path, models: Mapping[str, Any], name: str, saved: Any) -> None:
         """Read into the existing tensors where possible, and into new ones elsewhere."""
         if saved["by"] != "names":
             targets = restore_targets(models[name], saved["tree"])
-            load_state(models[name], self._tree(folder, name, saved["tree"], targets, allow_pickle), name)
+            load_state(models[name], self._tree(folder, name, saved["tree"], targets), name)
             return
-        with _current(models, name, allow_pickle) as current:
+        with self._current(models, name) as current:
             targets = {key: value.detach() for key, (_, value) in current.items()}
-            tree = self._tree(folder, name, saved["tree"], targets, allow_pickle)
+            tree = self._tree(folder, name, saved["tree"], targets)
         if name == "model":
             canonical.set_model_state_dict(models["model"], tree)
         else:
             canonical.set_optimizer_state_dict(models["model"], models[name], tree)
 
-    def read(self, folder: Path, name: str, read: ReadJson, *, allow_pickle: bool) -> Any:
-        return self._tree(folder, name, read(name)["tree"], {}, allow_pickle)
+    def read(self, folder: Path, name: str, read: ReadJson) -> Any:
+        return self._tree(folder, name, read(name)["tree"], {})
 
-    def _tree(self, folder: Path, name: str, saved: Any, targets: Mapping[str, Any], allow_pickle: bool) -> Any:
+    def _tree(self, folder: Path, name: str, saved: Any, targets: Mapping[str, Any]) -> Any:
         """Return the saved values, read into the arrays of their names, or into new tensors."""
         specs = array_specs(saved)
         tensors = {key: _target(spec, targets.get(key)) for key, spec in specs.items()}
@@ -121,41 +122,35 @@ class DcpBackend:
                     no_dist=self._alone or not sharded,
                 )
         arrays = {key: targets[key] if key in targets else _array(spec, tensors[key]) for key, spec in specs.items()}
-        return decode(saved, arrays, allow_pickle=allow_pickle)
+        return decode(saved, arrays, allow_pickle=self._allow_pickle)
 
+    def _encoded(self, models: Mapping[str, Any], name: str, *, saving: bool) -> tuple[str, EncodedTree]:
+        """Return the encoded state of a model; for a sharded one with keys that do not depend on its shards ("names").
 
-def make_backend(world: World) -> DcpBackend:
-    return DcpBackend(world)
+        torch creates the state of a new optimizer by a step with a learning rate of 0, which counts as a step: such a
+        state is not requested when saving.
+        """
+        owner, model = models[name], models.get("model")
+        by, state = "numbers", None
+        if isinstance(model, torch.nn.Module) and is_distributed(model):
+            if owner is model:
+                by, state = "names", canonical.get_model_state_dict(model)
+            elif isinstance(owner, torch.optim.Optimizer) and (owner.state or not saving):
+                by, state = "names", canonical.get_optimizer_state_dict(model, owner)
+        elif is_distributed(owner):
+            raise TypeError(f"{name} is sharded, and its names come from the model. Pass the model as well: model=….")
+        state = state_of(owner) if state is None else state
+        return by, encode(state, name, inline=0, distributed=("torch",), allow_pickle=self._allow_pickle)
 
-
-def _encoded(models: Mapping[str, Any], name: str, allow_pickle: bool, *, saving: bool) -> tuple[str, EncodedTree]:
-    """Return the encoded state of a model; for a sharded one with keys that do not depend on its shards ("names").
-
-    torch creates the state of a new optimizer by a step with a learning rate of 0, which counts as a step: such a
-    state is not requested when saving.
-    """
-    owner, model = models[name], models.get("model")
-    by, state = "numbers", None
-    if isinstance(model, torch.nn.Module) and is_distributed(model):
-        if owner is model:
-            by, state = "names", canonical.get_model_state_dict(model)
-        elif isinstance(owner, torch.optim.Optimizer) and (owner.state or not saving):
-            by, state = "names", canonical.get_optimizer_state_dict(model, owner)
-    elif is_distributed(owner):
-        raise TypeError(f"{name} is sharded, and its names come from the model. Pass the model as well: model=….")
-    state = state_of(owner) if state is None else state
-    return by, encode(state, name, inline=0, distributed=("torch",), allow_pickle=allow_pickle)
-
-
-@contextmanager
-def _current(models: Mapping[str, Any], name: str, allow_pickle: bool) -> Iterator[Mapping[str, tuple[ArraySpec, Any]]]:
-    """Sharded arrays of a model by name. A new optimizer is as new as before afterwards."""
-    new = isinstance(models[name], torch.optim.Optimizer) and not models[name].state
-    try:
-        yield _encoded(models, name, allow_pickle, saving=False)[1].arrays
-    finally:
-        if new:  # requesting its sharded state has created one
-            models[name].state.clear()
+    @contextmanager
+    def _current(self, models: Mapping[str, Any], name: str) -> Iterator[Mapping[str, tuple[ArraySpec, Any]]]:
+        """Sharded arrays of a model by name. A new optimizer is as new as before afterwards."""
+        new = isinstance(models[name], torch.optim.Optimizer) and not models[name].state
+        try:
+            yield self._encoded(models, name, saving=False)[1].arrays
+        finally:
+            if new:  # requesting its sharded state has created one
+                models[name].state.clear()
 
 
 def _target(spec: ArraySpec, array: Any) -> torch.Tensor:

@@ -25,8 +25,11 @@ from midepoch.errors import CheckpointDamagedError
 class OrbaxBackend:
     """Backend that uses Orbax."""
 
-    def snapshot(self, models: Mapping[str, Any], *, copy: bool, allow_pickle: bool) -> Snapshot:
-        encoded = {name: _encoded(model, name, allow_pickle) for name, model in models.items()}
+    def __init__(self, world: World, allow_pickle: bool) -> None:  # noqa: ARG002  Orbax asks JAX itself
+        self._allow_pickle = allow_pickle
+
+    def snapshot(self, models: Mapping[str, Any], *, copy: bool) -> Snapshot:
+        encoded = {name: self._encoded(model, name) for name, model in models.items()}
         tree = {
             name: {quoted_name(key): _for_orbax(spec, value, copy) for key, (spec, value) in each.arrays.items()}
             for name, each in encoded.items()
@@ -39,24 +42,24 @@ class OrbaxBackend:
 
         return Snapshot({name: EncodedTree(each.json) for name, each in encoded.items()}, write if tree else None)
 
-    def load(self, folder: Path, models: Mapping[str, Any], read: ReadJson, *, allow_pickle: bool) -> list[Restorable]:
+    def load(self, folder: Path, models: Mapping[str, Any], read: ReadJson) -> list[Restorable]:
         loaded = []
         for name, model in models.items():
-            current = _encoded(model, name, allow_pickle).arrays
-            tree = self._tree(folder, name, read(name), current, allow_pickle)
+            tree = self._tree(folder, name, read(name), self._encoded(model, name).arrays)
             check_fits(model, tree, name)
             loaded.append(Restorable(name, partial(load_state, model, tree, name)))
         return loaded
 
-    def read(self, folder: Path, name: str, read: ReadJson, *, allow_pickle: bool) -> Any:
-        return self._tree(folder, name, read(name), {}, allow_pickle)
+    def read(self, folder: Path, name: str, read: ReadJson) -> Any:
+        return self._tree(folder, name, read(name), {})
 
-    def _tree(
-        self, folder: Path, name: str, json: Any, current: Mapping[str, tuple[ArraySpec, Any]], allow_pickle: bool
-    ) -> Any:
+    def _encoded(self, model: Any, name: str) -> EncodedTree:
+        return encode(state_of(model), name, inline=0, distributed=("jax",), allow_pickle=self._allow_pickle)
+
+    def _tree(self, folder: Path, name: str, json: Any, current: Mapping[str, tuple[ArraySpec, Any]]) -> Any:
         specs = array_specs(json)
         if not specs:
-            return decode(json, {}, allow_pickle=allow_pickle)
+            return decode(json, {}, allow_pickle=self._allow_pickle)
         targets = {quoted_name(key): _target(spec, current.get(key)) for key, spec in specs.items()}
         args = ocp.args.PyTreeRestore(
             item={name: dict.fromkeys(targets, 0)}, restore_args={name: targets}, partial_restore=True
@@ -67,15 +70,7 @@ class OrbaxBackend:
             except (ValueError, KeyError, OSError) as problem:
                 raise CheckpointDamagedError(f"Orbax cannot read {name}: {problem!s:.300}") from problem
         arrays = {key: _from_orbax(spec, flat[quoted_name(key)]) for key, spec in specs.items()}
-        return decode(json, arrays, allow_pickle=allow_pickle)
-
-
-def make_backend(world: World) -> OrbaxBackend:  # noqa: ARG001  Orbax asks JAX itself
-    return OrbaxBackend()
-
-
-def _encoded(model: Any, name: str, allow_pickle: bool) -> EncodedTree:
-    return encode(state_of(model), name, inline=0, distributed=("jax",), allow_pickle=allow_pickle)
+        return decode(json, arrays, allow_pickle=self._allow_pickle)
 
 
 def _for_orbax(spec: ArraySpec, value: Any, copy: bool) -> Any:
