@@ -196,10 +196,6 @@ class Lock:
         """True if the current thread holds it."""
         return self._fd is not None and self._thread == threading.get_ident()
 
-    def acquire(self) -> None:
-        assert self._fd is not None
-        fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-
     def release(self) -> None:
         if self._fd is not None and self._finalizer is not None:
             fcntl.flock(self._fd, fcntl.LOCK_UN)  # closing is not enough: a process forked meanwhile holds it, too
@@ -221,9 +217,10 @@ def try_lock(folder: Path) -> Lock | None:
     """Lock a folder. Returns NO_LOCKS where locks are not supported, None if it is locked."""
     if fcntl is None:
         return NO_LOCKS
-    lock = Lock(os.open(folder, os.O_RDONLY | os.O_CLOEXEC))
+    fd = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+    lock = Lock(fd)
     try:
-        lock.acquire()
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as problem:
         lock.release()
         return None if isinstance(problem, BlockingIOError) else NO_LOCKS

@@ -177,12 +177,6 @@ class SideThread:
         if self._pool is not None:
             self._pool.shutdown()
 
-    def __enter__(self) -> SideThread:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
 
 def run_in_threads(count: int, action: Callable[[Any], Any], values: Iterable[Any]) -> None:
     """Call an action with each value, ``count`` at a time; raises the first error.

@@ -33,10 +33,8 @@ def fit(template: Any, tree: Any, name: str, *, in_place: bool = False) -> Any:
         fields = dict(zip(template._fields, template, strict=True))
         return type(template)(**_fit_children(template, fields, tree, name, in_place))
     if is_mapping(template):
-        values = _fit_children(template, template, tree, name, in_place)
-        if in_place and isinstance(template, MutableMapping):
-            return _filled(template, values)
-        return _mapping_like(template, values)
+        values = _mapping_like(template, _fit_children(template, template, tree, name, in_place))
+        return _filled(template, values) if in_place else values
     if isinstance(template, (list, tuple)):
         return _fit_sequence(template, tree, name, in_place)
     if (children := node_children(template)) is not None:
@@ -59,21 +57,12 @@ def _is_plain(template: Any) -> bool:
 def _fit_plain(template: Any, tree: Any, name: str, in_place: bool) -> Any:
     if template is None:
         return tree
-    if is_mapping(template) and isinstance(tree, Mapping):
-        values = _retyped(template, tree)
-        if not in_place or not isinstance(template, MutableMapping):
-            return values
-        template.clear()
-        return _filled(template, values)
-    if isinstance(template, list) and isinstance(tree, list):
-        if not in_place:
-            return _retyped(template, tree)
-        template[:] = _retyped(template, tree)
-        return template
-    is_container = is_mapping(template) or isinstance(template, list) or isinstance(tree, (Mapping, list))
-    if is_container or (is_array_or_stored(tree) and tree.ndim):
+    pairs = (is_mapping(template), isinstance(tree, Mapping)), (isinstance(template, list), isinstance(tree, list))
+    is_deep = is_array_or_stored(tree) and tree.ndim
+    if is_deep or any(is_expected != is_found for is_expected, is_found in pairs):
         raise _mismatch(name, _describe(tree), _describe(template))
-    return _retyped(template, tree)
+    values = _retyped(template, tree)
+    return _filled(template, values) if in_place else values
 
 
 def _retyped(template: Any, tree: Any) -> Any:
@@ -95,15 +84,21 @@ def _mapping_like(template: Mapping[Any, Any], values: dict[Any, Any]) -> Any:
             return type(template)(values)  # type: ignore[call-arg]
         except TypeError:
             return values
-    made = copy.copy(template)
-    made.clear()
-    return _filled(made, values)
+    return _filled(copy.copy(template), values)
 
 
-def _filled(mapping: MutableMapping[Any, Any], values: Mapping[Any, Any]) -> Any:
-    for key, value in values.items():
-        mapping[key] = value
-    return mapping
+def _filled(target: Any, values: Any) -> Any:
+    """Return a dict or a list, filled with these values, or the values if it is neither."""
+    if isinstance(target, MutableMapping):
+        if list(target) != list(values):
+            target.clear()
+        for key, value in values.items():
+            target[key] = value
+    elif isinstance(target, list):
+        target[:] = values
+    else:
+        return values
+    return target
 
 
 def _sequence_like(template: Any, values: list[Any]) -> Any:
@@ -116,10 +111,7 @@ def _fit_sequence(template: Any, tree: Any, name: str, in_place: bool) -> Any:
         raise _mismatch(name, saved, f"{len(template)} values")
     pairs = enumerate(zip(template, tree, strict=True))
     values = [fit(inner, value, f"{name}.{number}", in_place=in_place) for number, (inner, value) in pairs]
-    if in_place and isinstance(template, list):
-        template[:] = values
-        return template
-    return _sequence_like(template, values)
+    return _filled(template, values) if in_place and isinstance(template, list) else _sequence_like(template, values)
 
 
 def _fit_children(template: Any, children: Mapping[Any, Any], tree: Any, name: str, in_place: bool) -> dict[Any, Any]:

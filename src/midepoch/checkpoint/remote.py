@@ -292,18 +292,14 @@ class RemoteStore:
         """Remove the earlier attempts of a step, unless one of them is the step again."""
         for other in others:
             being_made = self._objects.size(_claim_of(step, other)) is not None
-            if not being_made and self.manifest(step).folder == token:
+            if not being_made and self._current_token(step) == token:
                 self._objects.delete(list(self._objects.list(f"step_{step}/{other}")))
 
     def abandon(self, step: int, token: str) -> None:
         """Remove an attempt unless it may have become the step: the response to a successful request can get lost."""
         with suppress(Exception):
-            try:
-                if self.manifest(step).folder == token:
-                    return
-            except StepRemovedError:
-                pass
-            self._objects.delete([*self._objects.list(f"step_{step}/{token}"), _claim_of(step, token)])
+            if self._current_token(step) not in (token, _UNKNOWN):
+                self._objects.delete([*self._objects.list(f"step_{step}/{token}"), _claim_of(step, token)])
 
     def remove(self, step: int, only: Manifest | None = None) -> bool:
         """Remove a step. A removal writes its claim, then looks for attempts; a commit has written its claim, then
@@ -315,7 +311,7 @@ class RemoteStore:
         self._claim(removal)
         try:
             being_made = {name.rsplit(".", 1)[1] for name in self._alive(_claim_of(step, ""))}
-            if only is not None and (being_made or not self._is_current(only)):
+            if only is not None and (being_made or self._current_token(step) != only.folder):
                 return False
             names = self._objects.list(f"step_{step}")
             files = {name: match[2] for name in names if (match := _ATTEMPT.match(name))}
@@ -328,12 +324,6 @@ class RemoteStore:
             self._objects.delete([removal])
         self._objects.delete([*files, *claims])
         return _manifest_of(step) in names
-
-    def _is_current(self, manifest: Manifest) -> bool:
-        try:
-            return self.manifest(manifest.step) == manifest
-        except CheckpointError:
-            return False
 
     def _alive(self, prefix: str) -> list[str]:
         """Return the claims whose process is not known to be dead."""
@@ -372,16 +362,14 @@ class RemoteStore:
             youngest = max(names[name].changed for name in [*files, claim] if name in names)
             if not (youngest < stale or (claim in names and self._is_dead(claim))):
                 continue
-            current = self._current_folder(step, names)
+            current = self._current_token(step)
             if current not in (token, _UNKNOWN):
                 self._objects.delete([*files, claim])
             elif current == token and claim in names:
                 self._objects.delete([claim])  # killed right after its commit
 
-    def _current_folder(self, step: str, names: Mapping[str, Object]) -> str | None:
-        """Return the token of the attempt that is the step; _UNKNOWN if its manifest cannot be read."""
-        if _manifest_of(step) not in names:
-            return None
+    def _current_token(self, step: int | str) -> str | None:
+        """Return the token of the attempt that is the step; None if there is none, _UNKNOWN if it cannot be read."""
         try:
             return self.manifest(int(step)).folder
         except StepRemovedError:

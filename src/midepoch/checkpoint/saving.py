@@ -9,6 +9,7 @@ import secrets
 import sys
 import time
 from collections.abc import Callable, Mapping
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -268,7 +269,7 @@ def _write(store: CheckpointStore, job: SaveJob, token: str, world: World) -> di
             summing.write(memoryview(json.dumps(encoded.json, allow_nan=False).encode()))
             written[f"{part}.json"] = summing.checksums
         if encoded.arrays:
-            with SideThread("sum") as thread, store.sink(job.step, token, f"{part}.safetensors") as sink:
+            with closing(SideThread("sum")) as thread, store.sink(job.step, token, f"{part}.safetensors") as sink:
                 summing = ChecksumSink(sink, thread)
                 write_arrays(summing, encoded.arrays)
                 written[f"{part}.safetensors"] = summing.checksums
