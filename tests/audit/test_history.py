@@ -16,7 +16,7 @@ import midepoch
 from forks import forked, together
 from midepoch.audit import EpochProof, Ledger, Run, ledger, read_run, read_runs
 from midepoch.audit.journal import records_in
-from midepoch.audit.records import MARK, read_passes
+from midepoch.audit.records import MARK, Count, read_passes
 
 
 @pytest.fixture
@@ -578,3 +578,18 @@ def test_a_fork_says_nothing_of_the_ledger_of_its_parent(ds: midepoch.Dataset, t
     assert forked(free) == 0
     next(passing)
     assert read_run(tmp_path).steps == 2
+
+
+def test_steps_of_padding_are_recorded_after_others(ds: midepoch.Dataset, tmp_path: Path) -> None:
+    """A rank that has reached its end before others has a cursor at each of these steps, and no chunk."""
+    loader = ds.filter(lambda row: True).with_lanes(1).loader(4, audit=tmp_path)
+    passing = iter(loader)
+    next(passing)
+    record, cursor = loader._ledger, loader._run.cursor
+    assert record is not None
+    for steps in (2, 3):
+        record.add(cursor)
+        record.counters[Count.STEPS] = steps
+    record.flush()
+    (track,) = read_run(tmp_path).every[0].tracks.values()
+    assert track.recorded == 3 and [track.taken(0, step) for step in range(4)] == [0, 4, 4, 4]

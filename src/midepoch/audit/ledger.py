@@ -341,7 +341,7 @@ class Ledger:
         places = (at.marks, at.after) if isinstance(at, StepOutputs) else lanes.places(at)
         if lanes.pending:
             for mark, other in zip(lanes.pending[0][0], places[0], strict=True):
-                if mark[0] is not other[0]:
+                if not (isinstance(mark, tuple) and isinstance(other, tuple) and mark[0] is other[0]):
                     self.flush()
                     break
         lanes.pending.append(places)
