@@ -22,7 +22,7 @@ import numpy.typing as npt
 
 from midepoch.audit.journal import Record
 from midepoch.order import Shard
-from midepoch.pipeline.chunk import Chunk, at_mark
+from midepoch.pipeline.chunk import at_mark
 from midepoch.pipeline.cursor import Cursor, FlowAt, LaneCursor, flatten, listed
 from midepoch.pipeline.lanes import StepOutputs
 from midepoch.pipeline.leaf import Leaf
@@ -89,9 +89,9 @@ class LaneRecorder:
         return [[number, [taken, listed(at_mark(mark), counts=True)]] for number, mark, taken in lanes]
 
     def _record(self, lane: int, marks: Sequence[Any], taken: Sequence[int]) -> tuple[bytes, bytes]:
-        chunk, first = marks[0][0] if isinstance(marks[0], tuple) else None, self._written + 1
-        same = isinstance(chunk, Chunk) and all(isinstance(mark, tuple) and mark[0] is chunk for mark in marks)
-        table = chunk.table if chunk is not None and same else None
+        table, first = None, self._written + 1
+        if isinstance(marks[0], tuple) and all(isinstance(mark, tuple) and mark[0] is marks[0][0] for mark in marks):
+            table = marks[0][0].table
         if self._widths[lane] and table is not None:
             values = table(np.array([outputs for _, outputs in marks]), False)
             if values is not None and values.shape[1] == self._widths[lane]:
