@@ -265,7 +265,10 @@ OPEN: Wrong = [
     (lambda _: midepoch.load("x"), r"Use midepoch\.from_files\(paths\), or midepoch\.load_dataset"),
     (lambda _: midepoch.from_map_style(Items), r"got the class Items\. Create it first: Items\(…\)"),
     (lambda ds: ds["txt"], r"ds\['txt'\]: no column 'txt'\. Did you mean 'text'\? There are: id, text\."),
-    (lambda ds: list(ds.map(lambda rows: {"n": len(rows["id"])}, batched=True)), r"one for each row, got the int 20\."),
+    (
+        lambda ds: list(ds.map(lambda rows: {"n": len(rows["id"])}, batched=True)),
+        r"one value for each row, got the int 20\.",
+    ),
     (lambda ds: midepoch.concat([ds, ds], axis=1), "axis.*midepoch.zip"),
     (lambda ds: midepoch.mix([ds, ds.rename_column("id", "n")]).loader(2), "columns id, text.*rename_columns"),
     (lambda ds: midepoch.zip([ds, ds]), "'id'.*rename_columns"),

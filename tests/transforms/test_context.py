@@ -286,5 +286,5 @@ def test_settings_are_checked() -> None:
         with pytest.raises(ValueError, match="cp_layout must be one of 'contiguous', .* got 'zigzag'"):
             layout()
     for given_ in ("cp", 3, (0, 1, 2), (0.5, 2), (True, 2)):
-        with pytest.raises(TypeError, match=r"context_parallel takes \(rank, size\), a torch process group or a Dev"):
+        with pytest.raises(TypeError, match=r"context_parallel takes \(rank, size\), a torch process group, a Dev"):
             ContextSlice.of(given_)

@@ -229,8 +229,13 @@ def _processes(given: Any, argument: str) -> tuple[int, dict[int, tuple[int, ...
     """
     mesh, names = given if isinstance(given, tuple) and len(given) == 2 else (given, ())
     names = (names,) if isinstance(names, str) else names
+    plain = "(rank, size), " if argument == "context_parallel" else ""
+    refused = TypeError(
+        f"{argument} takes {plain}a torch process group, a DeviceMesh of one dimension, or (mesh, names of "
+        f"dimensions), got {given!r:.80}"
+    )
     if not isinstance(names, (tuple, list)) or not all(isinstance(name, str) for name in names):
-        raise TypeError(f"{argument}=(mesh, names) takes the names of dimensions, got {names!r}")
+        raise refused if plain else TypeError(f"{argument}=(mesh, names) takes the names of dimensions, got {names!r}")
     dist: Any = sys.modules.get("torch.distributed")
     jax: Any = sys.modules.get("jax")
     outside = WorldError(f"this process is not in the mesh or process group given as {argument}.")
@@ -247,10 +252,7 @@ def _processes(given: Any, argument: str) -> tuple[int, dict[int, tuple[int, ...
     elif dist is not None and mesh is dist.GroupMember.NON_GROUP_MEMBER:
         raise outside  # new_group returns it to those that it leaves out
     else:
-        raise TypeError(
-            f"{argument} takes a torch process group, a DeviceMesh of one dimension, or (mesh, names of dimensions), "
-            f"got {given!r:.80}"
-        )
+        raise refused
     chosen = _dimensions(tuple(names), known, processes.ndim, argument)
     shape = [processes.shape[i] for i in chosen]
     rows = np.moveaxis(processes, chosen, range(len(chosen))).reshape(int(np.prod(shape)), -1)
