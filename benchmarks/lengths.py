@@ -29,7 +29,7 @@ import pyarrow as pa
 from benchmarks import machine
 from benchmarks.ranks import Measured
 from midepoch.sources import Source
-from midepoch.sources.index import open_index
+from midepoch.sources.lake import open_index
 from midepoch.sources.length_blocks import measured_blocks
 from midepoch.sources.lengths import lengths_of
 

@@ -11,6 +11,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 import midepoch
+from midepoch.sources.formats import Scanned, format_named
+from midepoch.storage.addresses import resolve
 
 Numbers = Callable[[int, int], midepoch.Dataset]
 """The fixture ``numbers``: a dataset with the numbers from the first up to the second in column n."""
@@ -49,6 +51,14 @@ def write_arrow(path: Path, table: pa.Table, block: int, *, file_format: bool = 
     with pa.OSFile(str(path), "wb") as sink, make(sink, table.schema, **options) as writer:
         writer.write_table(table, max_chunksize=block)
     return path
+
+
+def scan(path: Path, *, skip_damage: bool = False) -> Scanned:
+    """The blocks of an Arrow IPC file."""
+    store, place = resolve(str(path))
+    entry = store.stat(place)
+    assert entry is not None
+    return format_named("arrow").scan(store, entry, skip_damage=skip_damage)
 
 
 def write_parquet(path: Path, ids: Iterable[int], group: int | None = None, **columns: Any) -> Path:

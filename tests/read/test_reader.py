@@ -25,7 +25,7 @@ from forks import forked
 from midepoch.errors import CorruptBlockError, DataChangedError
 from midepoch.read import Reader
 from midepoch.sources import Source
-from midepoch.sources.index import open_index
+from midepoch.sources.lake import open_index
 
 PAUSE = 0.0004
 """Seconds between two checks of one mapped file."""

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import midepoch
-from data import numbered, write_arrow
+from data import numbered, scan, write_arrow
 from midepoch.errors import CheckpointMismatchError, FormatError
-from midepoch.sources.arrow_ipc import BatchReader, scan
+from midepoch.sources.arrow_ipc import BatchReader
 
 
 @pytest.mark.parametrize("file_format", [False, True])

@@ -23,7 +23,6 @@ from PIL import Image
 
 import midepoch
 from data import write_arrow
-from midepoch.sources import index as index_module
 from midepoch.sources import lake
 from midepoch.testing import assert_resumes_exactly
 from shard_files import write_litdata, write_mds
@@ -250,7 +249,6 @@ def test_a_second_opening_scans_nothing(case: Case, monkeypatch: pytest.MonkeyPa
         raise AssertionError("a file was scanned again")
 
     monkeypatch.setattr(lake, "_scanned", scanned)
-    monkeypatch.setattr(index_module, "_scanned", scanned)
     ds = case.open()
     assert ds.pipeline.leaf.source.fingerprint == fingerprint
     assert case.keys(ds.slice(24, 27)) == [24, 25, 26]

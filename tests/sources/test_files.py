@@ -17,7 +17,6 @@ import pytest
 import midepoch
 from data import numbered, write_arrow
 from midepoch.errors import DataNotFoundError, FormatError
-from midepoch.sources.files import find_files
 
 
 def test_listing_does_not_depend_on_the_order_of_a_folder(tmp_path: Path) -> None:
@@ -32,7 +31,9 @@ def test_listing_does_not_depend_on_the_order_of_a_folder(tmp_path: Path) -> Non
                 (root / name).mkdir()
         for name in ("m", "b"):
             pq.write_table(pa.table({"x": [1]}), root / name / "x.parquet")
-        found.append([entry.path.removeprefix(str(root)) for entry in find_files(root).entries])
+        found.append(
+            [entry.path.removeprefix(str(root)) for entry in midepoch.from_files(root).pipeline.leaf.source.files]
+        )
     assert found[0] == found[1] == ["/b/x.parquet", "/m/x.parquet"]
 
 

@@ -13,8 +13,8 @@ import pyarrow.parquet as pq
 import pytest
 
 import midepoch
+from data import scan
 from midepoch.errors import DataChangedError, MidepochError
-from midepoch.sources.arrow_ipc import scan
 from shard_files import overwrite
 from tar_files import write_tar
 

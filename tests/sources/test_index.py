@@ -23,22 +23,25 @@ from data import numbered, write_arrow
 from midepoch.errors import FormatError
 from midepoch.sources import Source
 from midepoch.sources import index as index_module
-from midepoch.sources import lake as lake_module
+from midepoch.sources.formats import Scanned
+from midepoch.sources.formats.ipc import ArrowFormat
 from midepoch.sources.formats.records import footer_parts
-from midepoch.sources.index import Index, open_index
+from midepoch.sources.index import Index
+from midepoch.sources.lake import open_index
+from midepoch.storage.stores import Entry, Store
 from shard_files import FIXTURES
 
 
 @pytest.fixture
 def count_scans(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     scanned: list[Path] = []
-    real = index_module.scan
+    real = ArrowFormat.scan
 
-    def counting(path: Path, **options: bool) -> object:
-        scanned.append(path)
-        return real(path, **options)
+    def counting(form: ArrowFormat, store: Store, entry: Entry, **options: bool) -> Scanned:
+        scanned.append(Path(entry.path))
+        return real(form, store, entry, **options)
 
-    monkeypatch.setattr(index_module, "scan", counting)
+    monkeypatch.setattr(ArrowFormat, "scan", counting)
     return scanned
 
 
@@ -156,7 +159,7 @@ def test_killed_builder_leaves_nothing_to_trip_over(make_files: Callable[..., li
     """kill -9 at many moments of a build; the next open just works, and sweeps up."""
     paths = make_files([2000] * 4, block=1)
     script = (
-        "import sys; from pathlib import Path; from midepoch.sources.index import open_index\n"
+        "import sys; from pathlib import Path; from midepoch.sources.lake import open_index\n"
         "print('ready', flush=True)\n"
         "while True: open_index([Path(p) for p in sys.argv[2:]], index_dir=Path(sys.argv[1]), force=True)\n"
     )
@@ -186,8 +189,8 @@ def test_two_that_index_again_do_not_disturb_each_other(tmp_path: Path) -> None:
 KILLED = """
 import os, signal, sys
 import midepoch
-from midepoch.sources import lake
-lake.atomic_write = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+from midepoch.sources import index
+index.atomic_write = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
 midepoch.from_files(sys.argv[1], index_dir=sys.argv[2], force_reindex=True)
 """
 
@@ -200,7 +203,7 @@ def test_killed_while_indexing_again(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", KILLED, str(path), str(folder)], check=False, timeout=300)
     assert done.returncode == -signal.SIGKILL
     assert [row["x"] for row in midepoch.from_files(path, index_dir=folder)] == [5, 6, 7]
-    assert hasattr(lake_module, "atomic_write")
+    assert hasattr(index_module, "atomic_write")
 
 
 def ids(batches: Any, name: str = "id") -> list[Any]:
@@ -237,4 +240,4 @@ def test_the_layout_of_footers_belongs_to_the_version(case: str, names: str, tmp
     midepoch.from_files(FIXTURES / case, index_dir=tmp_path)
     index = index_module.read_index(next(tmp_path.glob("*.midepoch-index")))
     assert index is not None
-    assert (index_module.VERSION, sorted(footer_parts(index.footers[1])[0])) == (10, names.split())
+    assert (index_module.VERSION, sorted(footer_parts(index.footers[1])[0])) == (11, names.split())

@@ -20,7 +20,7 @@ from data import write_arrow
 from midepoch.errors import ColumnError, CorruptBlockError
 from midepoch.sources import Source, length_blocks
 from midepoch.sources import lengths as length_module
-from midepoch.sources.index import open_index
+from midepoch.sources.lake import open_index
 from midepoch.sources.lengths import lengths_of
 from row_lengths import VALUES, everything, expected, sidecars, source_of
 

@@ -29,6 +29,7 @@ from midepoch.storage.hub_api import parse_hub_path
 from midepoch.storage.stores import Retry
 from midepoch.testing import assert_resumes_exactly
 from tar_files import samples, write_tar
+from token_files import write_megatron
 
 SHARDS, ROWS = 4, 30
 TOKEN = "hf_" + "PLANTED" * 6
@@ -300,6 +301,25 @@ def test_force_reindex_looks_at_the_revision_again(hub: HubServer) -> None:
     hub.repos["org/name"].push(shards(step=2))
     assert ids(midepoch.from_files(GLOB))[:3] == [0, 1, 2]  # within the seconds in which processes share a lookup
     assert ids(midepoch.from_files(GLOB, force_reindex=True))[:3] == [0, 2, 4]
+
+
+def test_force_reindex_looks_at_the_revision_of_tokens_again(hub: HubServer, tmp_path: Path) -> None:
+    def tokens(first: int) -> Files:
+        prefix = Path(write_megatron(tmp_path / "t", [[[first, first + 1]]]))
+        file = io.BytesIO()
+        np.save(file, np.array([first, first + 1], np.uint16))
+        written = {f"m/t{suffix}": prefix.with_suffix(suffix).read_bytes() for suffix in (".idx", ".bin")}
+        return {**written, "flat/t.npy": file.getvalue()}
+
+    hub.add("org/tokens", tokens(0))
+    root = "hf://datasets/org/tokens"
+    for first in range(0, 8, 2):
+        hub.repos["org/tokens"].push(tokens(first))
+        if first % 4:
+            ds = midepoch.from_tokens(f"{root}/flat", 2, force_reindex=True)
+        else:
+            ds = midepoch.from_megatron(["1", f"{root}/m/t"], force_reindex=True)
+        assert next(iter(ds))["input_ids"] == [first, first + 1]
 
 
 def test_a_trusted_index_of_changed_files_is_refused(hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:

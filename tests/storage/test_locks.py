@@ -34,9 +34,9 @@ midepoch.open.files.open_lake = lambda *a, **k: open_lake(*a, **{**k, "progress"
 midepoch.from_files(path, index_dir=folder)
 """,
     "arrow": """
-from midepoch.sources.index import open_index
+from midepoch.sources.lake import open_lake
 import midepoch.open.files
-midepoch.open.files.open_index = lambda *a, **k: open_index(*a, **{**k, "progress": pause})
+midepoch.open.files.open_lake = lambda *a, **k: open_lake(*a, **{**k, "progress": pause})
 midepoch.from_files(path, index_dir=folder)
 """,
     "block": """

@@ -15,7 +15,7 @@ import pyarrow as pa
 from midepoch._internal.progress import Progress
 from midepoch.errors import ColumnError, MidepochError
 from midepoch.sources import Source
-from midepoch.sources.index import open_index
+from midepoch.sources.lake import open_index
 from midepoch.storage.cache_files import LockFile, atomic_write, temporary_path
 from midepoch.transforms.columns import common_type, converted
 

@@ -21,7 +21,8 @@ from midepoch.memory.stored import dataset_of
 from midepoch.memory.tables import table_dataset
 from midepoch.order import Selection
 from midepoch.sources import Source
-from midepoch.sources.index import Index, open_index
+from midepoch.sources.index import Index
+from midepoch.sources.lake import open_index
 from midepoch.sources.splits import check_splits, expand_all, parse_split
 from midepoch.transforms.columns import same_type
 from midepoch.transforms.formats import FORMATS

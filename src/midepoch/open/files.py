@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -13,21 +12,21 @@ from typing import Any
 from midepoch._internal.hints import hinted
 from midepoch._internal.progress import shown
 from midepoch.dataset import Dataset, habits
-from midepoch.errors import DataNotFoundError, DifferentSchemasError
+from midepoch.errors import DataNotFoundError
 from midepoch.order import Order, Selection
 from midepoch.pipeline.leaf import Leaf
 from midepoch.pipeline.spec import PipelineSpec
 from midepoch.sources import Access, CacheSpec, Source
-from midepoch.sources.files import DataFiles, PathLike, check_path, find_files, paths_of
+from midepoch.sources.files import DataFiles, PathLike, check_path, find_files, paths_of, resolved
 from midepoch.sources.filters import Filter, parse_filter
 from midepoch.sources.hub import HubRequest, arrow_files
-from midepoch.sources.index import MAPPED, EncodedError, Index, open_index, warn_of_skipped
-from midepoch.sources.lake import Request, can_be_mapped, open_lake
+from midepoch.sources.index import Index
+from midepoch.sources.lake import Request, open_index, open_lake
+from midepoch.sources.listing import Lookups
 from midepoch.sources.names import check_format, format_of, with_delimiter
-from midepoch.sources.seals import Seal
 from midepoch.sources.splits import SplitPart, check_splits, expand_all, parse_split, saved_files, saved_splits
 from midepoch.storage.address import Address, is_address
-from midepoch.storage.addresses import check_utf8, resolve
+from midepoch.storage.addresses import check_utf8
 from midepoch.storage.cache_files import default_index_dir
 from midepoch.storage.stores import Retry, Store
 
@@ -78,22 +77,22 @@ def from_files(
     if partitioning not in (None, "hive"):
         raise ValueError(f"partitioning must be None or 'hive', got {partitioning!r}")
     opening = Opening(columns, cache_dir, cache_bytes, index_dir, force_reindex, on_error)
-    where = {"storage_options": storage_options, "filesystem": filesystem, "retry": retry}
     texts = paths_of(paths)
-    store, _ = resolve(texts[0], **where)
+    where = {"storage_options": storage_options, "filesystem": filesystem, "retry": retry}
+    store, given = resolved(texts, fresh=force_reindex, **where)
     chosen = parse_filter(filters)
-    wanted = with_delimiter(check_format(format), delimiter)
+    wanted = check_format(format)
+    with_code = with_delimiter(wanted, delimiter)
 
-    def find() -> DataFiles:
-        found = find_files(texts, format=format if delimiter is None else "csv", fresh=force_reindex, **where)
+    def find(lookups: Lookups) -> DataFiles:
+        found = find_files(texts, given, wanted if delimiter is None else "csv", lookups)
         for path in (entry.path for entry in found.entries if format is None and delimiter is not None):
             if format_of(path) not in ("csv", "text", None):
                 raise ValueError(f"delimiter is for CSV files, but {store.name(path)} is not one. Omit it.")
-        return found if delimiter is None else replace(found, format=wanted or found.format)
+        return found if delimiter is None else replace(found, format=with_code or found.format)
 
-    given = tuple(resolve(text, **where)[1] for text in texts)
-    request = Request(store, given, wanted, chosen, partitioning, on_error == "skip", find)
-    return opening.of(request, validate=validate)
+    request = Request(store, given, with_code, chosen, partitioning, on_error == "skip", find)
+    return opening.dataset(opening.index(request, validate=validate), store, chosen)
 
 
 def cache_spec(cache_dir: PathLike | None, cache_bytes: int) -> CacheSpec:
@@ -205,12 +204,9 @@ def _of_splits(
     return make_dataset(Source(tuple(indexes.values())), Selection.of_ranges(ranges), on_error=on_error)
 
 
-def _index(files: Sequence[Path], folder: Path | None, force: bool, on_error: str, *, as_mapped: bool = False) -> Index:
-    skip = on_error == "skip"
+def _index(files: Sequence[Path], folder: Path | None, force: bool, on_error: str) -> Index:
     with shown("indexing", "files") as report:
-        index = open_index(files, index_dir=folder, force=force, skip_damage=skip, as_mapped=as_mapped, progress=report)
-    warn_of_skipped(index)
-    return index
+        return open_index(files, index_dir=folder, force=force, skip_damage=on_error == "skip", progress=report)
 
 
 def check_on_error(on_error: str) -> None:
@@ -250,36 +246,16 @@ class Opening:
     def index_folder(self) -> Path | None:
         return None if self.index_dir is None else local_folder(self.index_dir, "index_dir")
 
-    def of(self, request: Request, *, validate: bool) -> Dataset:
-        """Return the rows of files."""
-        index = self.index(request, validate=validate)
-        store = request.found.store if request.is_listed else request.store  # it knows which commit was listed
-        return self.dataset(index, store, request.filter, mapped=index.format == MAPPED)
+    def index(self, request: Request, *, validate: bool) -> Index:
+        """Return the index for a request."""
+        with shown("indexing", "files") as report:
+            return open_lake(
+                request, index_dir=self.index_folder, force=self.force_reindex, validate=validate, progress=report
+            )
 
-    def index(self, request: Request, *, validate: bool, sealed: bool = True) -> Index:
-        """Return the index of files. ``sealed``: they need not be listed if nothing has changed since the last time."""
-        folder, force = self.index_folder, self.force_reindex
-        seal = Seal(request, folder)
-        if validate and sealed and (known := seal.opened(force=force)) is not None:
-            return known
-        index = None
-        if can_be_mapped(request, folder, force=force, validate=validate):
-            # Files with different columns cannot be mapped as one; encoded blocks are decoded once, not for each row.
-            with suppress(DifferentSchemasError, EncodedError):
-                files = [Path(entry.path) for entry in request.found.entries]
-                index = _index(files, folder, force, self.on_error, as_mapped=True)
-                with suppress(OSError):  # else a decoded index of earlier files would remain
-                    request.index_path(folder).unlink(missing_ok=True)
-        if index is None:
-            with shown("indexing", "files") as report:
-                index = open_lake(request, index_dir=folder, force=force, validate=validate, progress=report)
-        if request.is_listed and sealed:
-            seal.keep(index)
-        return index
-
-    def dataset(self, index: Index, store: Store, chosen: Filter | None = None, *, mapped: bool = False) -> Dataset:
-        """Return the rows of an index. ``mapped``: local files are mapped, and only others fetched."""
+    def dataset(self, index: Index, store: Store, chosen: Filter | None = None) -> Dataset:
+        """Return the rows of an index."""
         access = Access(store, chosen, cache_spec(self.cache_dir, self.cache_bytes))
-        source = Source((index,), None if mapped and store.local else access)
+        source = Source((index,), None if index.in_place and store.local else access)
         ds = make_dataset(source, on_error=self.on_error)
         return ds if self.columns is None else ds.select_columns(list(self.columns))

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from operator import index as as_int
 from typing import Any
 
@@ -14,14 +13,13 @@ from midepoch.dataset import Dataset, habits
 from midepoch.dataset.combine import mix
 from midepoch.errors import DataNotFoundError
 from midepoch.open.files import DEFAULT_CACHE_BYTES, Opening, from_files
-from midepoch.sources.files import DataFiles, PathLike, expand, paths_of
+from midepoch.sources.files import DataFiles, PathLike, expand, paths_of, resolved
 from midepoch.sources.formats.tokens import DTYPES, MOST_TOKENS
-from midepoch.sources.index import Index
 from midepoch.sources.lake import Request
+from midepoch.sources.listing import Lookups
 from midepoch.sources.manifests import is_litdata, refuse_chunks
-from midepoch.storage.addresses import resolve
 from midepoch.storage.open_files import Entry
-from midepoch.storage.stores import Retry, Store
+from midepoch.storage.stores import Retry
 
 _PARALLEL = 16
 
@@ -61,29 +59,30 @@ def from_tokens(
     opening = Opening(None, cache_dir, cache_bytes, index_dir, force_reindex, on_error)
     texts = paths_of(paths)
     where = {"storage_options": storage_options, "filesystem": filesystem, "retry": retry}
+    store, given = resolved(texts, fresh=force_reindex, **where)
     if (
         dtype is None
         and not os.path.splitext(texts[0])[1].replace(".json", "")
-        and is_litdata(*resolve(texts[0], **where))
+        and is_litdata(Lookups(store), given[0])
     ):
         return from_files(
             texts, format=f"litdata:{length}", cache_dir=cache_dir, cache_bytes=cache_bytes,
             index_dir=index_dir, force_reindex=force_reindex, validate=validate, on_error=on_error, **where,
         )  # fmt: skip
 
-    def find(store: Store, given: Sequence[str]) -> DataFiles:
-        parts = [expand(store, path, text, "tokens") for path, text in zip(given, texts, strict=True)]
+    def find(lookups: Lookups) -> DataFiles:
+        parts = [expand(lookups, path, text, "tokens") for path, text in zip(given, texts, strict=True)]
         found = tuple(entry for part in parts for entry in part.entries)
-        refuse_chunks(store, found)
-        return DataFiles(store, form, found, warned=any(part.warned for part in parts))
+        refuse_chunks(lookups, found)
+        return DataFiles(form, found, warned=any(part.warned for part in parts))
 
-    index, store = _opened(texts, form, find, where, opening, validate=validate)
+    index = opening.index(Request(store, given, form, None, None, on_error == "skip", find), validate=validate)
     if not index.starts[-1]:
         raise DataNotFoundError(
             f"there are no rows in {store.name(index.files[0].path)}: no file has {sequence_length:,} tokens, the "
             "length of a sequence. Choose a smaller sequence_length, or check the path."
         )
-    return opening.dataset(index, store, mapped=True)
+    return opening.dataset(index, store)
 
 
 @hinted(habits.OPEN["from_megatron"])
@@ -116,48 +115,29 @@ def from_megatron(
     prefixes, shares = _parsed(blend, weights)
     texts = paths_of(prefixes)
     where = {"storage_options": storage_options, "filesystem": filesystem, "retry": retry}
+    store, given = resolved(texts, fresh=force_reindex, **where)
     counts: list[int] = []
 
-    def find(store: Store, given: Sequence[str]) -> DataFiles:
-        groups = [_listed(store, path, text) for path, text in zip(given, texts, strict=True)]
+    def find(lookups: Lookups) -> DataFiles:
+        groups = [_listed(lookups, path, text) for path, text in zip(given, texts, strict=True)]
         counts[:] = [len(group) for group, _ in groups]
-        entries = _entries(store, [each for group, _ in groups for each in group])
-        return DataFiles(store, "megatron", tuple(entries), warned=any(warned for _, warned in groups))
+        entries = _entries(lookups, [each for group, _ in groups for each in group])
+        return DataFiles("megatron", tuple(entries), warned=any(warned for _, warned in groups))
 
     opening = Opening(None, cache_dir, cache_bytes, index_dir, force_reindex, on_error)
     # One index for all prefixes, so that a blend of a hundred is one file to open. Its parts follow from a listing.
-    blended = shares is not None
-    index, store = _opened(texts, "megatron", find, where, opening, validate=validate or blended, sealed=not blended)
+    request = Request(store, given, "megatron", None, None, on_error == "skip", find)
     if shares is None:
-        ds = opening.dataset(index, store, mapped=True)
+        ds = opening.dataset(opening.index(request, validate=validate), store)
         return ds if seed is None else ds.shuffle(seed=seed)
+    _ = request.found
+    index = opening.index(request, validate=True)
     parts, first = [], 0
     for count in counts:
-        part = opening.dataset(index.part(first, first + count), store, mapped=True)
+        part = opening.dataset(index.part(first, first + count), store)
         parts.append(part if seed is None else part.shuffle(seed=seed))
         first += count
     return mix(dict(zip(_names(texts), parts, strict=True)), shares, seed=seed or 0, stop=stop)
-
-
-def _opened(
-    texts: Sequence[str],
-    form: str,
-    find: Callable[[Store, Sequence[str]], DataFiles],
-    where: Mapping[str, Any],
-    opening: Opening,
-    *,
-    validate: bool,
-    sealed: bool = True,
-) -> tuple[Index, Store]:
-    """Return the index of files that ``find`` lists, and their store. Not ``sealed``: call ``find`` in any case."""
-    resolved = [resolve(text, **where) for text in texts]
-    store, given = resolved[0][0], tuple(path for _, path in resolved)
-    if len({each.identity for each, _ in resolved}) > 1:
-        raise ValueError("all files of a dataset must be in one store. Open them separately, and use mix or concat.")
-    if opening.force_reindex:
-        store.refresh()
-    request = Request(store, given, form, None, None, opening.on_error == "skip", partial(find, store, given))
-    return opening.index(request, validate=validate, sealed=sealed), store
 
 
 def _dtype_name(dtype: Any) -> str:
@@ -214,14 +194,14 @@ def _names(texts: Sequence[str]) -> list[str]:
     raise ValueError(f"the blend contains a prefix twice: {', '.join(map(repr, texts))}. Add up its weights.")
 
 
-def _listed(store: Store, path: str, text: str) -> tuple[list[Entry | str], bool]:
+def _listed(lookups: Lookups, path: str, text: str) -> tuple[list[Entry | str], bool]:
     """Return the index and the tokens of each prefix that a path means: itself, or those in a folder or glob.
 
     Files that were not listed are returned as paths. The second value is True if a warning was logged.
     """
     warned = False
-    if any(sign in path for sign in "*?[") or text.endswith("/") or (store.local and os.path.isdir(path)):
-        found = expand(store, path, text, "megatron")
+    if any(sign in path for sign in "*?[") or text.endswith("/") or (lookups.store.local and lookups.is_folder(path)):
+        found = expand(lookups, path, text, "megatron")
         entries, warned = {entry.path: entry for entry in found.entries}, found.warned
         prefixes = dict.fromkeys(each.removesuffix(".idx").removesuffix(".bin") for each in entries)
     else:
@@ -230,18 +210,17 @@ def _listed(store: Store, path: str, text: str) -> tuple[list[Entry | str], bool
     return [entries.get(each, each) for each in paths], warned
 
 
-def _entries(store: Store, listed: Sequence[Entry | str]) -> list[Entry]:
-    """Return the entries of all files. Those that were not listed are requested, several at a time."""
+def _entries(lookups: Lookups, listed: Sequence[Entry | str]) -> list[Entry]:
+    """Return the entries of all files. Those that were not listed are requested, several at a time in a store."""
     paths = [each for each in listed if isinstance(each, str)]
-    with ThreadPoolExecutor(_PARALLEL) as pool:
-        looked = list(pool.map(store.stat, paths))
-    found = dict(zip(paths, looked, strict=True))
+    with ThreadPoolExecutor(1 if lookups.store.local else _PARALLEL) as pool:
+        found = dict(zip(paths, pool.map(lookups.stat, paths), strict=True))
     for path, entry in found.items():
         if entry is None:
             flat = path.endswith(".idx") and found.get(path.removesuffix(".idx") + ".bin") is not None
             raise DataNotFoundError(
-                f"{store.name(path)} does not exist. A Megatron prefix has two files, PREFIX.bin and PREFIX.idx: "
-                + ("use midepoch.from_tokens for a .bin without an .idx." if flat else "check the path.")
+                f"{lookups.store.name(path)} does not exist. A Megatron prefix has two files, PREFIX.bin and "
+                "PREFIX.idx: " + ("use midepoch.from_tokens for a .bin without an .idx." if flat else "check the path.")
             )
     entries = [found[each] if isinstance(each, str) else each for each in listed]
     return [entry for entry in entries if entry is not None]

@@ -9,17 +9,14 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import os
 import struct
 from bisect import bisect_right
 from collections import deque
-from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 
-from midepoch.errors import DataError, FormatError
+from midepoch.errors import FormatError
 from midepoch.sources.arrow_messages import (
     CONTINUATION,
     DAMAGE,
@@ -39,6 +36,7 @@ from midepoch.sources.arrow_messages import (
     whole_message,
 )
 from midepoch.sources.fingerprints import sample, sample_bodies, sample_buffers
+from midepoch.sources.formats.base import Chains, Scanned
 from midepoch.storage.damage import DamageError, unreadable
 
 _log = logging.getLogger("midepoch")
@@ -46,30 +44,12 @@ _FEATHER_V1 = b"FEA1"
 _FILE_START = 8
 _ZEROS_READ = 1 << 20
 
-Chains = tuple[tuple[tuple[int, ...], ...], ...]
-"""Dictionaries of a file: for each, its versions in order; for each version, the offsets of its messages."""
-
-
-@dataclass
-class FileScan:
-    """Result of a walk over one file."""
-
-    schema: pa.Schema
-    offsets: list[int] = field(default_factory=list)  # of record batches
-    rows: list[int] = field(default_factory=list)
-    dictionaries: Chains = ()
-    nullable: set[tuple[str, ...]] = field(default_factory=set)  # paths of columns and children with a null
-    fingerprint: str = ""
-    complete: bool = True  # False if record batches of a damaged file were left out
-    compressed: bool = False  # True if some record batches have to be decompressed
-    damage: DataError | None = None  # the reason why the file is left out
-
 
 class _Scanning:
-    """Builder of a FileScan."""
+    """Builder of a Scanned."""
 
     def __init__(self, schema: pa.Schema) -> None:
-        self.scan = FileScan(schema)
+        self.scan = Scanned(schema)
         self._paths = _node_paths(schema)
         self._sizes = [size for column in schema for size in _item_counts(column.type)]
         self._columns = [i for i, path in enumerate(self._paths) if len(path) == 1]
@@ -104,7 +84,7 @@ class _Scanning:
                     self.scan.nullable.add(path)
             self._messages.append(message)
 
-    def finish(self, read: Read, digest: hashlib.blake2b, start: int, length: int) -> FileScan:
+    def finish(self, read: Read, digest: hashlib.blake2b, start: int, length: int) -> Scanned:
         """Return the scan. ``digest`` covers the headers, and thereby the length of every buffer."""
         digest.update(f"{length}".encode())
         sample(digest, read, start, length)
@@ -141,14 +121,7 @@ def _item_counts(kind: pa.DataType, items: int = 0) -> list[int]:
     return [items, *(n for i in range(kind.num_fields) for n in _item_counts(kind.field(i).type, inside))]
 
 
-def scan(path: Path, *, skip_damage: bool = False) -> FileScan:
-    """Call ``walk`` for a local file."""
-    with path.open("rb", buffering=0) as file:
-        fd = file.fileno()
-        return walk(str(path), lambda size, at: os.pread(fd, size, at), os.fstat(fd).st_size, skip_damage=skip_damage)
-
-
-def walk(path: str, read: Read, size: int, *, skip_damage: bool = False) -> FileScan:
+def walk(path: str, read: Read, size: int, *, skip_damage: bool = False) -> Scanned:
     """Find the record batches of one Arrow IPC file.
 
     Raise FormatError for a file that is not Arrow, or damaged. With ``skip_damage``, keep the readable batches instead:
@@ -168,7 +141,7 @@ def walk(path: str, read: Read, size: int, *, skip_damage: bool = False) -> File
     return _followed(path, read, size, start, skip_damage)
 
 
-def _listed(path: str, read: Read, size: int, footer: FileFooter, skip_damage: bool) -> FileScan:
+def _listed(path: str, read: Read, size: int, footer: FileFooter, skip_damage: bool) -> Scanned:
     """Scan the messages that a footer lists, in the order of their offsets."""
     scanning = _begin(path, footer.schema_message)
     digest = hashlib.blake2b(read(HEADER_READ, _FILE_START), digest_size=16)
@@ -223,7 +196,7 @@ def _check_unlisted(read: Read, end: int, start: int) -> None:
         raise struct.error(f"the footer does not list the message at byte {end}")
 
 
-def _followed(path: str, read: Read, size: int, start: int, skip_damage: bool) -> FileScan:
+def _followed(path: str, read: Read, size: int, start: int, skip_damage: bool) -> Scanned:
     """Scan the messages of a stream, one after the other."""
     digest = hashlib.blake2b(digest_size=16)
     scanning: _Scanning | None = None

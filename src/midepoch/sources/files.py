@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import re
-from collections.abc import Generator, Iterable, Mapping
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any
@@ -23,21 +23,10 @@ from midepoch.sources.folders import (
     listing_of,
     warn_of_splits,
 )
-from midepoch.sources.listing import (
-    GLOB,
-    all_visible,
-    below,
-    existing,
-    in_folder,
-    nearest,
-    spelled_out,
-    stat,
-    translated,
-)
+from midepoch.sources.listing import GLOB, Lookups, all_visible, nearest, spelled_out, translated
 from midepoch.sources.names import (
     FORMATS,
     OF_TOKENS,
-    check_format,
     format_of,
     format_of_bytes,
     formats_of,
@@ -49,7 +38,7 @@ from midepoch.storage.address import refuse_lost_slash
 from midepoch.storage.addresses import check_utf8, resolve
 from midepoch.storage.hub_files import HubFiles
 from midepoch.storage.open_files import Entry
-from midepoch.storage.stores import Retry, Store
+from midepoch.storage.stores import Store
 
 PathLike = str | os.PathLike[str]
 _log = logging.getLogger("midepoch")
@@ -59,13 +48,12 @@ _FEW = 16
 
 @dataclass(frozen=True)
 class DataFiles:
-    """Files in order, with their store and format.
+    """Files in order, with their format.
 
     ``listed``: they are manifests, which name the data files. ``listing``: each file is a row, and all of them are one
     entry. ``warned``: a warning about the choice of files was logged.
     """
 
-    store: Store
     format: str
     entries: tuple[Entry, ...]
     listed: bool = False
@@ -73,65 +61,57 @@ class DataFiles:
     warned: bool = False
 
 
-def find_files(
-    paths: PathLike | Iterable[PathLike],
-    *,
-    format: str | None = None,
-    storage_options: Mapping[str, Any] | None = None,
-    filesystem: Any = None,
-    retry: Retry | None = None,
-    fresh: bool = False,
-) -> DataFiles:
-    """Return the files for ``paths``. Globs and folders are sorted; a list keeps its order.
+def resolved(texts: Sequence[str], *, fresh: bool = False, **where: Any) -> tuple[Store, tuple[str, ...]]:
+    """Return the store of some addresses, and their paths in it. ``where``: the arguments of ``resolve``.
 
-    ``fresh``: ask the Hub again, instead of using what this machine has listed recently.
+    ``fresh``: the store asks the Hub again, instead of using what this machine has listed recently.
     """
-    given = paths_of(paths)
-    wanted = check_format(format)
-    store: Store | None = None
-    found: list[Expanded] = []
-    for text in given:
-        of, path = resolve(text, storage_options, filesystem, retry)
-        if store is not None and of.identity != store.identity:
-            raise ValueError(f"all files of a dataset must be in one store, {of.name(path)} is in another")
-        if store is not None and of.secrets != store.secrets:
+    found = [resolve(text, **where) for text in texts]
+    store = found[0][0]
+    for other, path in found:
+        if other.identity != store.identity:
+            raise ValueError(f"all files of a dataset must be in one store, {other.name(path)} is in another")
+        if other.secrets != store.secrets:
             raise ValueError(
-                f"all files of a dataset must be opened with the same credentials, {of.name(path)} has others"
+                f"all files of a dataset must be opened with the same credentials, {other.name(path)} has others"
             )
-        if fresh and store is None:
-            of.refresh()
-        store = store or of
-        found.append(expand(store, path, text, wanted))
-    assert store is not None
+    if fresh:
+        store.refresh()
+    return store, tuple(path for _, path in found)
+
+
+def find_files(texts: Sequence[str], paths: Sequence[str], wanted: str | None, lookups: Lookups) -> DataFiles:
+    """Return the files for some paths in a store. ``texts``: the paths as the user wrote them.
+
+    Globs and folders are sorted; a list keeps its order.
+    """
+    store = lookups.store
+    found = [expand(lookups, path, text, wanted) for path, text in zip(paths, texts, strict=True)]
     entries = [entry for each in found for entry in each.entries]
     kinds = {each.kind for each in found}
     if kinds & set(manifests.FORMATS):
-        return _of_manifests(store, found, wanted)
+        joined = _joined(store, found)
+        kind = wanted or joined.kind
+        assert kind is not None
+        return DataFiles(kind, tuple(joined.entries), listed=True)
     if wanted == "litdata" and kinds == {"parquet"}:  # its ParquetLoader
         wanted = None
     chosen = wanted or (kinds.pop() if len(kinds) == 1 else None) or _common_format(store, entries)
     warned = any(each.warned for each in found)
     if chosen in KINDS:
         listing = listing_of(found)
-        return DataFiles(store, chosen, (listing.entry,), listing=listing, warned=warned)
-    return DataFiles(store, chosen, tuple(entries), warned=warned)
-
-
-def _of_manifests(store: Store, found: list[Expanded], wanted: str | None) -> DataFiles:
-    joined = _joined(store, found)
-    kind = wanted or joined.kind
-    assert kind is not None
-    return DataFiles(store, kind, tuple(joined.entries), listed=True)
+        return DataFiles(chosen, (listing.entry,), listing=listing, warned=warned)
+    return DataFiles(chosen, tuple(entries), warned=warned)
 
 
 def _joined(store: Store, parts: list[Expanded]) -> Expanded:
     """Return the files of several paths as one result. Manifests are joined only with manifests of the same format."""
     entries = [entry for part in parts for entry in part.entries]
-    kinds = {part.kind: store.name(part.entries[0].path) for part in parts}
+    kinds = {part.kind: part.entries[0].path for part in parts}
     if not kinds.keys() & set(manifests.FORMATS):
         return Expanded("", entries, warned=any(part.warned for part in parts))
     if len(kinds) > 1:
-        listed = ", ".join(f"{kind or 'files without a manifest'} ({name})" for kind, name in kinds.items())
+        listed = ", ".join(f"{kind or 'files without a manifest'} ({store.name(path)})" for kind, path in kinds.items())
         raise FormatError(f"the paths have different formats: {listed}. Open them as separate datasets.")
     return Expanded("", entries, parts[0].kind)
 
@@ -178,33 +158,34 @@ def _not_a_path(given: Any) -> str:
     return f"expected paths of files (a str, a pathlib.Path or a list of them), got {given!r:.60}. Pass paths."
 
 
-def expand(store: Store, path: str, given: str, wanted: str | None) -> Expanded:
+def expand(lookups: Lookups, path: str, given: str, wanted: str | None) -> Expanded:
     """Return the files that a path, folder or glob means. ``given`` is the path as the user wrote it."""
-    found = _expanded(store, path, given, wanted)
+    found = _expanded(lookups, path, given, wanted)
     check_utf8(*(entry.path for entry in found.entries))
     return found
 
 
-def _expanded(store: Store, path: str, given: str, wanted: str | None) -> Expanded:
-    name = store.name(path)
+def _expanded(lookups: Lookups, path: str, given: str, wanted: str | None) -> Expanded:
+    store, name = lookups.store, lookups.store.name(path)
     where = f" (looked in {os.getcwd()})" if store.local and "://" not in given else ""
     # In a store one listing finds a folder. Only a path with the name of a file is checked as a file first.
     named = store.local or format_of(path, wanted) is not None or path.startswith(("http://", "https://"))
-    entry = stat(store, path) if named else None
+    entry = lookups.stat(path) if named else None
     if entry is not None:
         manifest = manifests.of_file(store, entry, wanted)
-        return Expanded("", [entry]) if manifest is None else _described(store, *manifest)
-    folder = existing(store, path)
+        return Expanded("", [entry]) if manifest is None else _described(lookups, *manifest)
+    folder = lookups.existing(path)
     if (spelled := spelled_out(path, folder)) is not None:
-        return _all_of(store, spelled, given, wanted)
-    inner = stat(store, f"{path.rstrip('/')}/{manifests.NAME}") if store.local else None
+        return _all_of(lookups, spelled, given, wanted)
+    inner = lookups.stat(f"{path.rstrip('/')}/{manifests.NAME}") if store.local else None
     if inner is not None and (manifest := manifests.of_file(store, inner, wanted)) is not None:
-        return _described(store, *manifest)  # without a listing of the folder
+        return _described(lookups, *manifest)  # without a listing of the folder
     if (glob := GLOB.search(path, len(folder))) is not None:
         base = path[: glob.start()].rpartition("/")[0]
         matches = re.compile(re.escape(folder) + translated(path[len(folder) :])).fullmatch
-        all_files = below(store, base or "/")
+        all_files = lookups.below(base or "/")
         found = [each for each in all_visible(all_files, base) if matches(each.path)]
+        lookups.refuse_part(base)
         refuse_tables(store, base, [each.path for each in all_files], [each.path for each in found])
         if wanted in OF_TOKENS:  # without files written beside them, unless no name matches
             found = [each for each in found if format_of(each.path, wanted)] or found
@@ -213,18 +194,19 @@ def _expanded(store: Store, path: str, given: str, wanted: str | None) -> Expand
         found.sort(key=itemgetter(0))
         described = [manifest for each in found if (manifest := manifests.of_file(store, each, wanted)) is not None]
         if described:  # manifests, which name the other files
-            return _joined(store, [_described(store, *manifest) for manifest in described])
+            return _joined(store, [_described(lookups, *manifest) for manifest in described])
         return Expanded(base or "/", found)
-    found = below(store, path)
-    if not found and not store.is_folder(path):
-        entry = None if named else stat(store, path)
+    found = lookups.below(path)
+    if not found and not lookups.is_folder(path):
+        entry = None if named else lookups.stat(path)
         if entry is None:
             raise DataNotFoundError(f"{name!r} does not exist{where}. {nearest(store, path)}")
         return Expanded("", [entry])
+    lookups.refuse_part(path.rstrip("/"))
     refuse_tables(store, path, [each.path for each in found])
     visible = sorted(all_visible(found, path), key=itemgetter(0))  # by path
     if (manifest := manifests.chosen(store, path, visible, wanted)) is not None:
-        return _described(store, *manifest)
+        return _described(lookups, *manifest)
     return _chosen(store, path, visible, wanted)
 
 
@@ -255,28 +237,24 @@ def _chosen(store: Store, path: str, visible: list[Entry], wanted: str | None) -
     return Expanded(path, typed, kind or (kinds.pop() if len(kinds) == 1 else None), warned)
 
 
-def _described(store: Store, kind: str, manifest: Entry) -> Expanded:
+def _described(lookups: Lookups, kind: str, manifest: Entry) -> Expanded:
     """Return the manifest and its format. Parquet files that it names are read like any others."""
     if kind == "parquet":
-        return Expanded("", manifests.parquet_files(store, manifest), kind)
+        return Expanded("", manifests.parquet_files(lookups, manifest), kind)
     return Expanded("", [manifest], kind)
 
 
-def _all_of(store: Store, paths: list[str], given: str, wanted: str | None) -> Expanded:
-    """Return the files of paths, in order. If there are many, each folder is listed once."""
-    listed: dict[str, Entry] = {}
+def _all_of(lookups: Lookups, paths: list[str], given: str, wanted: str | None) -> Expanded:
+    """Return the files of paths, in order. If there are many, they are looked up together."""
+    found: dict[str, Entry] = {}
     if len(paths) > _FEW and not GLOB.search("".join(paths)) and not paths[0].startswith(("http://", "https://")):
-        names = set(paths)
-        for folder in dict.fromkeys(map(os.path.dirname, paths)):
-            listed |= in_folder(store, folder, names)
-    if len(listed) == len(paths) and not any(map(manifests.is_manifest, paths)):
-        return Expanded("", [listed[path] for path in paths])
+        found = lookups.stat_all(paths)
     return _joined(
-        store,
+        lookups.store,
         [
-            Expanded("", [listed[path]])
-            if path in listed and not manifests.is_manifest(path)
-            else _expanded(store, path, given, wanted)
+            Expanded("", [found[path]])
+            if path in found and not manifests.is_manifest(path)
+            else _expanded(lookups, path, given, wanted)
             for path in paths
         ],
     )

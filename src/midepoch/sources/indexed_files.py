@@ -6,7 +6,6 @@ Hive partitions, folders named ``key=value``, add columns to all rows below them
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
@@ -18,7 +17,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from midepoch.errors import FormatError
-from midepoch.sources.arrow_ipc import Chains
+from midepoch.sources.formats.base import Chains
 from midepoch.storage.open_files import Entry
 
 _NULL = "__HIVE_DEFAULT_PARTITION__"
@@ -110,13 +109,6 @@ class IndexedFile(NamedTuple):
     """Number of unreadable lines, which are not part of the data."""
     broken_lines: tuple[int, ...] = ()
     """Line numbers of the first of them."""
-
-    def unchanged(self) -> bool:
-        try:
-            stat = os.stat(self.path)
-        except OSError:
-            return False
-        return stat.st_size == self.size and stat.st_mtime_ns == self.mtime_ns
 
 
 class IndexedFiles(Sequence[IndexedFile]):

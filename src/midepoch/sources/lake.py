@@ -1,14 +1,16 @@
-"""Index of files that are fetched or decoded: Parquet, ORC, CSV, JSON lines, tar, and Arrow files in a store.
+"""Opening of an index: read if the files are those that it was built of, else built.
 
-It is built once: footers (for text, all rows) are scanned in parallel, types are unified, and the rows that pass the
-filter are counted, so that a position means the same row on every machine.
+It is built once: headers and footers of files (for text, all rows) are scanned in parallel, types are unified, and the
+rows that pass the filter are counted, so that a position means the same row on every machine.
 """
 
 from __future__ import annotations
 
 import hashlib
 import logging
+import os
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -16,30 +18,32 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.fs as fs
 
 from midepoch._internal.progress import Progress
-from midepoch.errors import CorruptBlockError
+from midepoch.errors import CorruptBlockError, DataNotFoundError, DifferentSchemasError
 from midepoch.sources.decode import decoder, partition_expression
+from midepoch.sources.dictionaries import holds_dictionary
 from midepoch.sources.files import DataFiles
 from midepoch.sources.filters import Filter, comparable
 from midepoch.sources.fingerprints import SKIPPED
 from midepoch.sources.folders import Listing
 from midepoch.sources.formats import GROUPED, Block, Member, Scanned, format_named
 from midepoch.sources.index import (
+    MAPPED,
     Footers,
     Index,
     IndexedFile,
     IndexedFiles,
     for_all,
+    made_once,
     read_index,
-    readable,
-    serialise,
-    usable,
-    warn_of_skipped,
+    save,
 )
 from midepoch.sources.indexed_files import Values, below, hive_values
-from midepoch.sources.schemas import nullable_paths, row_bytes, unified
-from midepoch.storage.cache_files import atomic_write, default_index_dir, locked
+from midepoch.sources.listing import Lookups
+from midepoch.sources.schemas import difference, nullable_paths, row_bytes, unified, usable
+from midepoch.storage.cache_files import default_index_dir
 from midepoch.storage.damage import DamageError
 from midepoch.storage.stores import Entry, Store
 
@@ -51,7 +55,11 @@ _NAMED_LINES = 10
 
 @dataclass(frozen=True, eq=False)
 class Request:
-    """Everything that determines the contents of an index. ``find`` lists the files when needed."""
+    """Everything that determines the contents of an index. ``find`` chooses the files when needed.
+
+    ``mapped``: blocks must be mapped, even if they have to be decoded for each row. Otherwise those of plain local
+    Arrow files are mapped if nothing has to be decoded.
+    """
 
     store: Store
     paths: tuple[str, ...]
@@ -59,34 +67,48 @@ class Request:
     filter: Filter | None
     partitioning: str | None
     skip_damage: bool
-    find: Callable[[], DataFiles]
+    find: Callable[[Lookups], DataFiles]
+    mapped: bool = False
 
     @cached_property
     def found(self) -> DataFiles:
-        """The files, listed once."""
-        return self.find()
+        """The files, chosen once."""
+        return self.find(self.lookups)
 
-    @property
-    def is_listed(self) -> bool:
-        """True after the files were listed."""
-        return "found" in self.__dict__
-
-    @property
-    def plain(self) -> bool:
-        """True if all rows and columns of the files are requested."""
-        return self.filter is None and self.partitioning is None
+    @cached_property
+    def lookups(self) -> Lookups:
+        """The lookups by which files are chosen."""
+        return Lookups(self.store)
 
     def index_path(self, index_dir: Path | None) -> Path:
-        """Return the path of the index file."""
-        return (index_dir or default_index_dir()) / f"{self.key}.midepoch-index"
-
-    @property
-    def key(self) -> str:
-        """Name of the index. It contains no secrets, not even as a hash."""
+        """Return the path of the index file. Its name contains no secrets, not even as a hash."""
         parts = [self.store.identity, *self.paths, self.format or "", self.filter.text if self.filter else ""]
-        parts += [self.partitioning or "", str(self.skip_damage)]
+        parts += [self.partitioning or "", str(self.skip_damage), str(self.mapped)]
         parts += [self.filter.digest] if self.filter else []
-        return hashlib.blake2b("\0".join(parts).encode(), digest_size=16).hexdigest()
+        name = hashlib.blake2b("\0".join(parts).encode(), digest_size=16).hexdigest()
+        return (index_dir or default_index_dir()) / f"{name}.midepoch-index"
+
+
+def open_index(
+    files: Sequence[str | os.PathLike[str]],
+    *,
+    index_dir: Path | None = None,
+    force: bool = False,
+    skip_damage: bool = False,
+    progress: Progress | None = None,
+) -> Index:
+    """Return the index of local Arrow files to map. Raise DifferentSchemasError unless they have one schema."""
+    paths = tuple(os.path.abspath(path) for path in files)
+
+    def find(lookups: Lookups) -> DataFiles:
+        found = lookups.stat_all(paths)
+        for path in paths:
+            if path not in found:
+                raise DataNotFoundError(f"{path} cannot be opened: there is no such file.")
+        return DataFiles("arrow", tuple(found[path] for path in paths))
+
+    request = Request(Store(fs.LocalFileSystem()), paths, "arrow", None, None, skip_damage, find, mapped=True)
+    return open_lake(request, index_dir=index_dir, force=force, progress=progress)
 
 
 def open_lake(
@@ -98,60 +120,69 @@ def open_lake(
     progress: Progress | None = None,
 ) -> Index:
     """Return the index: read if it is fresh (by one listing; ``validate=False`` skips the check), else built."""
-    index = _opened(request, index_dir, force, validate, progress)
-    warn_of_damage(request.store, index)
-    return index
-
-
-def warn_of_damage(store: Store, index: Index) -> None:
-    """Log the files and lines that are left out."""
-    warn_of_skipped(index, store.name)
+    path = request.index_path(index_dir)
+    index = None if force else read_index(path)
+    if index is None or (validate and not _same_lookups(request, index)):
+        index = _checked(request, path, index, force, progress)
+    for number in np.flatnonzero(index.files.blocks == 0).tolist():
+        if (file := index.files[number]).fingerprint == SKIPPED:
+            _log.warning("%s is damaged: all of its rows are left out", request.store.name(file.path))
     for file in index.files.with_broken_lines:
         more = ", …" if file.broken > len(file.broken_lines) else ""
         _log.warning(
-            "%s: skipped %d line%s%s that cannot be read: %s%s", store.name(file.path), file.broken,
+            "%s: skipped %d line%s%s that cannot be read: %s%s", request.store.name(file.path), file.broken,
             "s" * (file.broken > 1), " or elements" * (index.format == "jsonl"),
             ", ".join(map(str, file.broken_lines)), more,
         )  # fmt: skip
+    return index
 
 
-def _opened(request: Request, index_dir: Path | None, force: bool, validate: bool, progress: Progress | None) -> Index:
-    path = request.index_path(index_dir)
-    index = None if force else read_index(path)
-    if index is not None and not validate:
-        return index
-    found = request.found
-    if index is not None and _fresh(index, found):
-        return index
-    if index is not None and (earlier := found.store.earlier):
+def _same_lookups(request: Request, index: Index) -> bool:
+    """Return True if files need not be chosen again, because all lookups of the last choice find the same."""
+    if not index.lookups or "found" in request.__dict__:
+        return False
+    try:
+        return Lookups(request.store).repeat(index.lookups) == index.looked_up
+    except OSError:  # the choice of files deals with it
+        return False
+
+
+def _checked(request: Request, path: Path, index: Index | None, force: bool, progress: Progress | None) -> Index:
+    """Return the index of the files that are chosen now, and save by which lookups they were chosen."""
+    store, found = request.store, request.found
+    if index is not None and not _fresh(index, found) and (earlier := store.earlier):
         _log.warning(
             "%s has changed since it was indexed. A state saved before will be refused. The version that was opened "
-            "last is at %s", request.store.name(request.paths[0]), earlier,
+            "last is at %s", store.name(request.paths[0]), earlier,
         )  # fmt: skip
-    with locked(path, "the index") as place:
-        index = None if force else read_index(path)
-        if index is not None and _fresh(index, found):  # another process has built it
-            return index
-        built = _build(request, found, progress)
-        if not place.keep(lambda: save(built, path)):
-            return built
-    index = read_index(path)
-    return index if index is not None and _fresh(index, found) else built
+    lookups = request.lookups
+    if found.warned or any(kind == "walked" and _is_below(path.parent, folder) for kind, folder in lookups.made):
+        lookups = Lookups(store)  # every opening repeats the warning; and an index in the folder changes the folder
+
+    def recall() -> Index | None:
+        index = read_index(path)
+        return index if index is not None and _fresh(index, found) else None
+
+    def sealed(index: Index) -> Index:
+        return replace(index, lookups=tuple(lookups.made), looked_up=lookups.digest)
+
+    index = made_once(
+        path,
+        "the index",
+        force=force,
+        recall=recall,
+        make=lambda: sealed(_build(request, found, progress)),
+        save=partial(save, path=path),
+    )
+    if index.path is not None and lookups.made and index.looked_up != lookups.digest:
+        with suppress(OSError):
+            save(sealed(index), path)
+    return index
 
 
-def save(index: Index, path: Path) -> None:
-    """Write an index, and its footers beside it."""
-    atomic_write(path, serialise(replace(index, footers=index.footers.save(path))))
-
-
-def can_be_mapped(request: Request, index_dir: Path | None, *, force: bool, validate: bool) -> bool:
-    """Return True for plain local Arrow files, unless a fresh index shows that they have to be decoded."""
-    path = request.index_path(index_dir)
-    indexed = not force and path.exists()
-    if not (request.store.local and request.plain) or (indexed and not validate) or request.found.format != "arrow":
-        return False
-    index = read_index(path) if indexed else None
-    return index is None or not _fresh(index, request.found)
+def _is_below(folder: Path, other: str) -> bool:
+    inner, outer = os.path.realpath(folder), os.path.realpath(other)
+    return os.path.commonpath([inner, outer]) == outer
 
 
 def _fresh(index: Index, found: DataFiles) -> bool:
@@ -161,7 +192,7 @@ def _fresh(index: Index, found: DataFiles) -> bool:
 
 
 def _build(request: Request, found: DataFiles, progress: Progress | None) -> Index:
-    store, report = found.store, progress or _quiet
+    store, report = request.store, progress or _quiet
     items: Sequence[Any] = found.entries
     if found.listed:
         items = format_named(found.format).members(store, found.entries)
@@ -178,14 +209,38 @@ def _build(request: Request, found: DataFiles, progress: Progress | None) -> Ind
         if request.partitioning == "hive"
         else ([()] * len(entries), None)
     )
-    kept = readable(entries, scans)
-    used = [scan for _, scan in kept]
+    kept = _readable(entries, scans)
+    names, used = [store.name(entry.path) for entry, _ in kept], [scan for _, scan in kept]
+    mapped = _is_mapped(request, found, names, used)
     text = found.format.partition(":")[0] == "csv"
-    schema = unified(store, [entry for entry, _ in kept], used, added, text=text)
+    schema = used[0].schema if mapped else unified(names, used, added, text=text)
     nullable = nullable_paths(used, schema, values, added)
     manifests = found.entries if found.listed else ()
-    files = Files(store, found.format, entries, scans, values, schema, nullable, manifests=manifests)
+    form = MAPPED if mapped else found.format
+    files = Files(store, form, entries, scans, values, schema, nullable, manifests=manifests)
     return indexed(files, request.filter, skip_damage=request.skip_damage, report=report)
+
+
+def _readable(entries: Sequence[Entry], scans: Sequence[Scanned]) -> list[tuple[Entry, Scanned]]:
+    """Return the files that are not left out, with their scans, and log the others. Raise their damage if all are."""
+    damage = [scan.damage for scan in scans if scan.damage is not None]
+    if len(damage) == len(scans):
+        raise damage[0]
+    for problem in damage:
+        _log.warning("a damaged file is left out: %s", problem)
+    return [(entry, scan) for entry, scan in zip(entries, scans, strict=True) if scan.damage is None]
+
+
+def _is_mapped(request: Request, found: DataFiles, names: Sequence[str], scans: Sequence[Scanned]) -> bool:
+    """Return True if blocks are mapped: files with different columns, and encoded blocks, are decoded once instead."""
+    plain = request.store.local and request.filter is None and request.partitioning is None
+    if not plain or found.format != "arrow":
+        return False
+    differs = difference(names, [scan.schema for scan in scans])
+    if request.mapped and differs is not None:
+        raise DifferentSchemasError(differs)
+    encoded = any(scan.compressed or any(holds_dictionary(each.type) for each in scan.schema) for scan in scans)
+    return request.mapped or not (differs or encoded)
 
 
 @dataclass(frozen=True, eq=False)
@@ -238,14 +293,13 @@ def indexed(of: Files, chosen: Filter | None, *, skip_damage: bool, report: Prog
         files,
         np.array([scan.offsets[i] for scan, i in pairs] + [0], dtype=np.int64),
         starts,
+        np.array([*ends, 0], dtype=np.int64),
         of.schema.serialize().to_pybytes(),
         of.nullable,
-        None,
         of.format,
         chosen.text if chosen else "",
-        np.array([*ends, 0], dtype=np.int64),
         footers,
-        row_bytes(scans, of.schema),
+        0.0 if of.format == MAPPED else row_bytes(scans, of.schema),
         of.snapshot,
     )
 
@@ -267,7 +321,7 @@ def _scanned_media(request: Request, found: DataFiles, listing: Listing) -> Scan
 
     if request.partitioning is not None:
         raise ValueError(f"partitioning={request.partitioning!r} is for tables, and these are {found.format} files")
-    return scan_media(found.store, listing, found.format, skip_damage=request.skip_damage)
+    return scan_media(request.store, listing, found.format, skip_damage=request.skip_damage)
 
 
 def _quiet(done: int, total: int) -> None:

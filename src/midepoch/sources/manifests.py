@@ -10,10 +10,10 @@ import json
 import os
 import re
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from midepoch.errors import DataNotFoundError, FormatError
+from midepoch.sources.listing import Lookups
 from midepoch.storage.open_files import Entry
 from midepoch.storage.stores import Store
 
@@ -24,7 +24,6 @@ _BEGINNING = re.compile(rb'\s*\{\s*"(shards|chunks)"\s*:\s*\[')
 _PARQUET = re.compile(rb'"filename":\s*"[^"]*\.parquet"')
 _CHUNK = re.compile(r"(?:.*/)?chunk-\d+-\d+(?:\.\w+)?\.bin")
 _HEAD = 512
-_PARALLEL = 16
 
 
 def is_manifest(path: str) -> bool:
@@ -126,16 +125,17 @@ def of_file(store: Store, entry: Entry, wanted: str | None) -> tuple[str, Entry]
     return None if kind is None else _checked(store, kind, entry, wanted)
 
 
-def is_litdata(store: Store, path: str) -> bool:
+def is_litdata(lookups: Lookups, path: str) -> bool:
     """Return True if a path is the manifest of LitData's chunks, or a folder that has one."""
-    entry = store.stat(path if is_manifest(path) else f"{path.rstrip('/')}/{NAME}")
-    return entry is not None and manifest_format(store, entry) == "litdata"
+    entry = lookups.stat(path if is_manifest(path) else f"{path.rstrip('/')}/{NAME}")
+    return entry is not None and manifest_format(lookups.store, entry) == "litdata"
 
 
-def refuse_chunks(store: Store, entries: Sequence[Entry]) -> None:
+def refuse_chunks(lookups: Lookups, entries: Sequence[Entry]) -> None:
     """Raise FormatError for chunks of LitData among files of tokens: their headers would be read as tokens."""
+    store = lookups.store
     chunk = next((entry.path for entry in entries if _CHUNK.fullmatch(entry.path)), None)
-    if chunk is not None and is_litdata(store, folder := os.path.dirname(chunk)):
+    if chunk is not None and is_litdata(lookups, folder := os.path.dirname(chunk)):
         raise FormatError(
             f"{store.name(chunk)} is a chunk of LitData: it has a header before its tokens. Pass its folder "
             f"without dtype: midepoch.from_tokens({store.name(folder)!r}, sequence_length)."
@@ -150,35 +150,15 @@ def inside(store: Store, manifest: Entry, name: Any) -> str:
     return f"{folder}/{name}" if folder else name
 
 
-def parquet_files(store: Store, manifest: Entry) -> list[Entry]:
+def parquet_files(lookups: Lookups, manifest: Entry) -> list[Entry]:
     """Return the Parquet files that a manifest of LitData names, in its order."""
+    store = lookups.store
     chunks = read_manifest(store, manifest)["chunks"]
     paths = [inside(store, manifest, chunk.get("filename")) for chunk in chunks]
-    present = files_beside(store, manifest, paths)
+    present = lookups.stat_all(paths)
     for path in paths:
         if path not in present:
             raise DataNotFoundError(
                 f"{store.name(path)} does not exist, but {store.name(manifest.path)} names it. Copy or download it."
             )
     return [present[path] for path in paths]
-
-
-def files_beside(store: Store, manifest: Entry, paths: Sequence[str]) -> dict[str, Entry]:
-    """Return those of the files that exist, from one listing of each folder."""
-    if manifest.path.startswith(("http://", "https://")):  # a web server has no listing
-        with ThreadPoolExecutor(_PARALLEL) as pool:
-            return {entry.path: entry for entry in pool.map(store.stat, paths) if entry is not None}
-    if not store.local:
-        return {entry.path: entry for entry in store.list(os.path.dirname(manifest.path))}
-    wanted, found = set(paths), {}
-    for folder in {os.path.dirname(path) for path in paths}:
-        try:
-            entries = list(os.scandir(folder or "."))
-        except (FileNotFoundError, NotADirectoryError):
-            continue
-        for entry in entries:
-            path = f"{folder}/{entry.name}" if folder else entry.name
-            if path in wanted and entry.is_file():
-                about = entry.stat()
-                found[path] = Entry(path, about.st_size, about.st_mtime_ns)
-    return found

@@ -88,7 +88,8 @@ def _tables(store: Store, described: Sequence[Entry], digest: Any, skip_damage: 
         store.persist(entry.path, "indexed", partial(form.scan, store, entry, skip_damage=skip_damage))
         for entry in described
     ]
-    schema = unified(store, described, scans, None, text=suffixes == [".csv"]).remove_metadata()
+    names = [store.name(entry.path) for entry in described]
+    schema = unified(names, scans, None, text=suffixes == [".csv"]).remove_metadata()
     tables = []
     for entry, scan in zip(described, scans, strict=True):
         digest.update(scan.fingerprint.encode())

@@ -2,36 +2,64 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 
 import pyarrow as pa
 import pyarrow.types as pt
 
 from midepoch.errors import FormatError
-from midepoch.sources.dictionaries import plain_type, with_children
+from midepoch.sources.arrow_ipc import node_paths
+from midepoch.sources.dictionaries import plain_type, undecodable, with_children
 from midepoch.sources.formats import Scanned
 from midepoch.sources.formats.lines import widest
-from midepoch.sources.index import check_names
 from midepoch.sources.indexed_files import Values
-from midepoch.storage.open_files import Entry
-from midepoch.storage.stores import Store
 
 
-def unified(
-    store: Store, entries: Sequence[Entry], scans: Sequence[Scanned], added: pa.Schema | None, *, text: bool
-) -> pa.Schema:
+def usable(file: str, schema: pa.Schema) -> None:
+    """Raise FormatError for columns that cannot be read, or told apart: columns or fields of a struct with one name."""
+    paths = Counter(path for column in schema for path in node_paths(column.name, column.type))
+    if twice := sorted({repr(".".join(path)) for path, count in paths.items() if count > 1}):
+        raise FormatError(f"{file}: several columns are named {', '.join(twice)}. Rename them in the file.")
+    for column in schema:
+        if (inner := undecodable(column.type)) is not None:
+            raise FormatError(
+                f"{file}: column {column.name!r} contains dictionary-encoded values inside a {inner}, which cannot be "
+                "read. Write them as plain values."
+            )
+
+
+def difference(files: Sequence[str], schemas: Sequence[pa.Schema]) -> str | None:
+    """Return sentences about two files with different columns, or None if all have the same ones."""
+    expected = schemas[0]
+    for file, schema in zip(files, schemas, strict=True):
+        if expected.equals(schema):
+            continue
+        types, others = (dict(zip(each.names, each.types, strict=True)) for each in (expected, schema))
+        for name in {**types, **others}:
+            a, b = types.get(name, "missing"), others.get(name, "missing")
+            if a != b:
+                return (
+                    f"the files do not have one schema: column {name!r} is {a} in {files[0]} but {b} in {file}. "
+                    "Load them as separate datasets, or write one of them again."
+                )
+        if expected.names != schema.names:
+            return f"the files list their columns in different orders: {files[0]} and {file}."
+    return None
+
+
+def unified(files: Sequence[str], scans: Sequence[Scanned], added: pa.Schema | None, *, text: bool) -> pa.Schema:
     """Return one schema for all files: the union of their columns."""
     if scans[0].inferred:
-        schema = widest(store.name(entries[0].path), [scan.schema for scan in scans], text=text)
+        schema = widest(files[0], [scan.schema for scan in scans], text=text)
         schema = pa.schema([field.with_type(pa.string()) if field.type == pa.null() else field for field in schema])
     else:
-        schema = _joined([store.name(entry.path) for entry in entries], [scan.schema for scan in scans])
+        schema = _joined(files, [scan.schema for scan in scans])
     if added is not None:
         known = [field for field in schema if field.name not in added.names]
         schema = pa.schema([*known, *added], metadata=schema.metadata)
     if not len(schema):
-        name = store.name(entries[0].path)
-        raise FormatError(f"{name}: no columns were found. Check the file, and the program that wrote it.")
+        raise FormatError(f"{files[0]}: no columns were found. Check the file, and the program that wrote it.")
     return schema
 
 
@@ -41,7 +69,7 @@ def _joined(files: Sequence[str], schemas: Sequence[pa.Schema]) -> pa.Schema:
     for i, (file, schema) in enumerate(zip(files, schemas, strict=True)):
         if i and schema.equals(schemas[i - 1]):
             continue
-        check_names(file, schema)
+        usable(file, schema)
         for field in schema:
             plain = field.with_type(_free(plain_type(field.type)))
             before, where = fields.setdefault(field.name, (plain, file))

@@ -8,7 +8,6 @@ import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,7 +18,6 @@ import pyarrow.fs as fs
 from midepoch.errors import CorruptBlockError, DataNotFoundError, FormatError
 from midepoch.order import SourceLayout
 from midepoch.order.shuffle import DEFAULT_WINDOW
-from midepoch.sources.arrow_ipc import scan
 from midepoch.sources.decode import decoder
 from midepoch.sources.filters import Filter
 from midepoch.sources.fingerprints import SKIPPED
@@ -227,7 +225,6 @@ class Source:
         of_file = int(self.file_blocks.searchsorted(number, side="right")) - 1
         file = index.files[of_file]
         entry = Entry(file.path, file.size, file.mtime_ns, file.etag)
-        assert index.ends is not None
         grouped = index.format in GROUPED
         end = int(index.ends[number])
         scratch = Scratch(self.access.cache.folder, self.access.cache.limit)
@@ -322,7 +319,6 @@ def view(
 ) -> pa.RecordBatch:
     """Return a block as a view. ``files`` maps a file by its number, and ``room`` returns memory for offsets."""
     index = source.indexes[0]
-    assert index.ends is not None
     number = int(source.file_blocks.searchsorted(block, side="right")) - 1
     file = index.files[number]
     entry = Entry(file.path, file.size, file.mtime_ns)
@@ -332,12 +328,10 @@ def view(
 
 def fingerprint_of(source: Source, file: IndexedFile) -> str:
     """Return the fingerprint of the present contents of a mapped file."""
-    if in_place(source) is None:
-        try:
-            return scan(Path(file.path), skip_damage=True).fingerprint
-        except DamageError:
-            return SKIPPED
-    store = Store(fs.LocalFileSystem())
+    store, name = Store(fs.LocalFileSystem()), source.indexes[0].format
     entry = store.stat(file.path)
     assert entry is not None
-    return format_named(source.indexes[0].format).scan(store, entry, skip_damage=True).fingerprint
+    try:
+        return format_named("arrow" if name == MAPPED else name).scan(store, entry, skip_damage=True).fingerprint
+    except DamageError:
+        return SKIPPED

@@ -39,12 +39,11 @@ _VERSION = re.compile(r"\d{20}\.")
 
 
 def refuse_tables(store: Store, folder: str, paths: Sequence[str], chosen: Sequence[str] | None = None) -> None:
-    """Raise FormatError if a folder is a table, contains one or is part of one: its files may hold deleted rows. So do
-    Hudi tables; the JSON files of Zarr stores and TensorFlow datasets only describe the data.
+    """Raise FormatError if a folder is a table or contains one: its files may hold deleted rows. So do Hudi tables; the
+    JSON files of Zarr stores and TensorFlow datasets only describe the data.
 
     ``chosen``: the paths that match a glob. Other formats are refused only if some of these are in their folders.
     """
-    refuse_part(store, folder.rstrip("/"))
     names = "\n".join(paths)
     for text, pattern, noun, function in _MARKS:
         if text not in names:

@@ -95,8 +95,7 @@ def of_index(state: Any, index_dir: str | os.PathLike[str] | None) -> KnownState
     known = KnownState(cursor, saved["rows"], order, None, excluded[0] if excluded else EMPTY, False, "nothing")
     if index is None:
         return known
-    fetched = index.ends is not None and index.format.partition(":")[0] not in ("tokens", "megatron")
-    return replace(known, source=Source((index,)), fetched=fetched, checked="index")
+    return replace(known, source=Source((index,)), fetched=not index.in_place, checked="index")
 
 
 def _order(state: Mapping[str, Any]) -> Order | None:

@@ -9,9 +9,11 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import pyarrow as pa
 
 from midepoch.errors import DataError, FormatError
-from midepoch.sources.arrow_ipc import Chains
 from midepoch.storage.open_files import Entry
 from midepoch.storage.stores import Store
+
+Chains = tuple[tuple[tuple[int, ...], ...], ...]
+"""Dictionaries of an Arrow file: for each, its versions in order; for each version, the offsets of its messages."""
 
 
 @dataclass
@@ -34,6 +36,9 @@ class Scanned:
     inferred: bool = False
     """True if the types were inferred from text, so that other files may widen them."""
     complete: bool = True
+    """False if blocks of a damaged file were left out."""
+    compressed: bool = False
+    """True if some record batches of an Arrow file have to be decompressed."""
     stop: int | None = None
     """The end of the last block, if that is not the end of the file."""
     broken_lines: list[int] = field(default_factory=list)

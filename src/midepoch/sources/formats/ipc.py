@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pyarrow as pa
 
@@ -19,11 +20,7 @@ class ArrowFormat(Format):
     def scan(self, store: Store, entry: Entry, *, skip_damage: bool) -> Scanned:
         with store.open(entry) as file:
             found = walk(store.name(entry.path), file.read_at, file.size, skip_damage=skip_damage)
-            etag = file.etag
-        return Scanned(
-            found.schema, found.offsets, found.rows, found.nullable, found.fingerprint, b"", etag, found.dictionaries,
-            complete=found.complete,
-        )  # fmt: skip
+            return replace(found, etag=file.etag)
 
     def decode(self, store: Store, block: Block, schema: pa.Schema, columns: Sequence[str]) -> pa.Table:
         with store.open(block.entry) as file:

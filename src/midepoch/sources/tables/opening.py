@@ -21,12 +21,12 @@ from midepoch.sources.dictionaries import has_large_text
 from midepoch.sources.filters import Filter
 from midepoch.sources.formats import Scanned
 from midepoch.sources.formats.table_parquet import SnapshotFile, TableFormat, plain
-from midepoch.sources.index import Index, for_all, read_index
-from midepoch.sources.lake import Files, indexed, save
+from midepoch.sources.index import Index, for_all, made_once, read_index, save
+from midepoch.sources.lake import Files, indexed
 from midepoch.sources.table_folders import expired
 from midepoch.storage.address import Address
 from midepoch.storage.addresses import native_options, s3_options
-from midepoch.storage.cache_files import default_index_dir, locked
+from midepoch.storage.cache_files import default_index_dir
 from midepoch.storage.open_files import Entry
 from midepoch.storage.stores import Store
 
@@ -137,18 +137,14 @@ class TableRequest:
 def open_table(request: TableRequest, *, index_dir: Path | None, force: bool, progress: Progress) -> Index:
     """Return the index of a snapshot: read, or built by one process at a time and saved."""
     path = request.index_path(index_dir)
-    index = None if force else read_index(path)
-    if index is not None:
-        return index
-    with locked(path, "the index") as place:
-        index = None if force else read_index(path)
-        if index is not None:  # another process has built it
-            return index
-        files = request.scan(progress)
-        built = indexed(files, request.filter, skip_damage=request.skip_damage, report=progress)
-        if not place.keep(lambda: save(built, path)):
-            return built
-    return read_index(path) or built
+
+    def build() -> Index:
+        return indexed(request.scan(progress), request.filter, skip_damage=request.skip_damage, report=progress)
+
+    def write(index: Index) -> None:
+        save(index, path)
+
+    return made_once(path, "the index", force=force, recall=lambda: read_index(path), make=build, save=write)
 
 
 def scanned_files(

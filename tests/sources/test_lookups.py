@@ -1,8 +1,7 @@
-"""Files are chosen once for each listing: a seal confirms the choice of the last opening, and never an older one."""
+"""Files are chosen again only if the lookups of the last choice find something else."""
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import shutil
@@ -19,10 +18,8 @@ import media_files
 import midepoch
 from data import write_arrow
 from midepoch.errors import DataNotFoundError, FormatError
-from midepoch.sources import listing, seals
-from midepoch.sources.files import find_files
+from midepoch.sources import index, listing
 from midepoch.sources.lake import Request
-from midepoch.storage.addresses import resolve
 from shard_files import write_litdata, write_mds
 from token_files import write_megatron
 
@@ -62,8 +59,8 @@ def chosen(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return found
 
 
-def seal() -> Path:
-    return next(Path(os.environ["MIDEPOCH_CACHE"]).glob("*.midepoch-seal"))
+def saved() -> Path:
+    return next(Path(os.environ["MIDEPOCH_CACHE"]).glob("*.midepoch-index"))
 
 
 @pytest.fixture(autouse=True)
@@ -131,51 +128,29 @@ def test_new_removed_and_renamed_files_are_seen(folder: Path, tmp_path: Path, ch
     assert ids(open_())[-10:] == list(range(10, 20))
 
 
-def test_a_seal_is_of_one_index(folder: Path, chosen: list[str]) -> None:
+def test_data_that_is_back_is_not_that_of_the_index(folder: Path, chosen: list[str]) -> None:
     """The data of the last but one opening is back, with the same times, but the index is not of that data."""
     midepoch.from_files(folder)
-    kept, sealed = folder.with_name("kept"), seal().read_bytes()
+    kept = folder.with_name("kept")
     shutil.copytree(folder, kept)
     write(folder / "part-1.parquet", range(70, 80))
     assert 70 in ids(midepoch.from_files(folder))
     shutil.copy2(kept / "part-1.parquet", folder / "part-1.parquet")
-    seal().write_bytes(sealed)
     assert ids(midepoch.from_files(folder)) == list(range(30))
     assert len(chosen) == 3
 
 
-@pytest.mark.parametrize(
-    "damage",
-    [
-        "empty",
-        "no json",
-        "a list",
-        "other version",
-        "no index",
-        "missing index",
-        "number",
-        "path",
-        "no name",
-        "dot",
-        "deep",
-    ],
-)
-def test_a_seal_that_cannot_be_used_is_replaced(folder: Path, chosen: list[str], damage: str) -> None:
+@pytest.mark.parametrize("damage", ["empty", "no arrow", "missing", "other version"])
+def test_an_index_that_cannot_be_used_is_replaced(
+    folder: Path, chosen: list[str], damage: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     midepoch.from_files(folder)
-    path = seal()
-    contents = json.loads(path.read_bytes())
+    path = saved()
     {
         "empty": lambda: path.write_bytes(b""),
-        "no json": lambda: path.write_bytes(b"\xff{"),
-        "a list": lambda: path.write_text("[1]"),
-        "other version": lambda: path.write_text(json.dumps({**contents, "version": "0.0.1"})),
-        "no index": lambda: path.write_text(json.dumps({"version": contents["version"]})),
-        "number": lambda: path.write_text(json.dumps({**contents, "index": 5})),
-        "path": lambda: path.write_text(json.dumps({**contents, "index": "../x"})),
-        "dot": lambda: path.write_text(json.dumps({**contents, "index": "."})),
-        "deep": lambda: path.write_text("[" * 100_000),
-        "no name": lambda: path.write_text(json.dumps({**contents, "index": ""})),
-        "missing index": lambda: path.with_name(contents["index"]).unlink(),
+        "no arrow": lambda: path.write_bytes(b"\xff{"),
+        "missing": path.unlink,
+        "other version": lambda: monkeypatch.setattr(listing, "__version__", "0.0.1"),
     }[damage]()
     for _ in range(2):
         assert ids(midepoch.from_files(folder)) == list(range(30))
@@ -192,9 +167,9 @@ def test_warnings_are_repeated_until_their_reason_is_gone(
         assert sum("contains the splits" in message for message in caplog.messages) == number == len(chosen)
     shutil.rmtree(folder / "test")
     caplog.clear()
-    for number in (4, 5, 5):
+    for _ in range(3):
         midepoch.from_files(folder)
-        assert len(chosen) == number
+        assert len(chosen) == 4
     assert not caplog.messages
 
 
@@ -208,27 +183,10 @@ def test_skipped_lines_are_named_by_every_opening(tmp_path: Path, caplog: pytest
 def test_manifests_are_not_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_mds(tmp_path / "mds", {"id": "int"}, [{"id": i} for i in range(20)], shard=5)
     assert ids(midepoch.from_files(tmp_path / "mds")) == list(range(20))
-    for module in (seals, listing):
-        monkeypatch.setattr(module, "walked", lambda *_: pytest.fail("the folder was listed"))
+    monkeypatch.setattr(listing, "walked", lambda *_: pytest.fail("the folder was listed"))
     assert ids(midepoch.from_files(tmp_path / "mds")) == list(range(20))
     write_mds(tmp_path / "mds", {"id": "int"}, [{"id": i} for i in range(40)], shard=5)
     assert ids(midepoch.from_files(tmp_path / "mds")) == list(range(40))
-
-
-def test_only_files_that_were_looked_at_are_sealed(tmp_path: Path) -> None:
-    data = write(tmp_path / "data" / "a.parquet", range(10))
-    found, (store, _) = find_files(data), resolve(str(data))
-
-    def look(path: Path) -> seals.Look | None:
-        return seals.look_at(store, [str(path)], tmp_path / "cache")
-
-    assert look(tmp_path / "empty") is None
-    (tmp_path / "empty").mkdir()
-    empty, whole = look(tmp_path / "empty"), look(data.parent)
-    assert empty is not None and whole is not None
-    assert whole.contains(found) and not empty.contains(found)
-    os.utime(data, ns=(1, 1))
-    assert not whole.contains(find_files(data))
 
 
 def test_what_is_outside_of_the_folder_is_seen(tmp_path: Path) -> None:
@@ -267,15 +225,15 @@ def test_a_manifest_beside_a_named_file_may_change(tmp_path: Path) -> None:
 def test_a_file_that_was_away_while_files_were_chosen_is_found(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     away, walk = folder.with_name("away"), listing.walked
 
-    def walked(path: str) -> Any:
+    def walked(path: str, visited: list[str]) -> Any:
         (folder / "part-1.parquet").rename(away)
         try:
-            return walk(path)
+            return walk(path, visited)
         finally:
             away.rename(folder / "part-1.parquet")
 
     with monkeypatch.context() as patch:
-        patch.setattr(listing, "walked", walked)  # of the choice, not that of the look
+        patch.setattr(listing, "walked", walked)
         assert len(midepoch.from_files(folder)) == 20
     assert len(midepoch.from_files(folder)) == 30
 
@@ -305,11 +263,9 @@ def test_names_with_braces_and_brackets(tmp_path: Path) -> None:
     write(tmp_path / "run[1]" / "x.parquet", range(5))
     for _ in range(2):
         assert len(midepoch.from_files(tmp_path / "run[1]" / "*.parquet")) == 5
-    look = seals.look_at(resolve(str(tmp_path))[0], [f"{tmp_path}/run[1]/*.parquet"], tmp_path / "cache")
-    assert look is not None and look.paths == [f"{tmp_path}/run[1]/x.parquet"]
 
 
-def test_a_look_that_fails_is_none(folder: Path, tmp_path: Path) -> None:
+def test_links_to_themselves_and_odd_times(folder: Path, tmp_path: Path) -> None:
     write_mds(tmp_path / "mds", {"id": "int"}, [{"id": 1}])
     for place in (folder, tmp_path / "mds"):
         (place / "loop").symlink_to("loop")
@@ -317,12 +273,9 @@ def test_a_look_that_fails_is_none(folder: Path, tmp_path: Path) -> None:
     for _ in range(2):
         assert ids(midepoch.from_files(tmp_path / "mds")) == [1]
         assert len(midepoch.from_files(f"{folder}/part-*")) == 30
-    store = resolve(str(folder))[0]
-    assert seals.look_at(store, [str(folder / "none")], tmp_path) is None
-    assert seals.look_at(store, [f"{folder}/part-0.parquet/x*"], tmp_path) is None
 
 
-def test_media_and_tokens_are_sealed(tmp_path: Path, chosen: list[str], caplog: pytest.LogCaptureFixture) -> None:
+def test_media_and_tokens_are_chosen_once(tmp_path: Path, chosen: list[str], caplog: pytest.LogCaptureFixture) -> None:
     media_files.write(tmp_path / "images", ["a/1.png", "b/2.png"])
     np.save(tmp_path / "tokens.npy", np.arange(32, dtype=np.uint16))
     for _ in range(2):
@@ -338,14 +291,12 @@ def test_media_and_tokens_are_sealed(tmp_path: Path, chosen: list[str], caplog: 
 def test_no_validation_and_a_forced_index(folder: Path, chosen: list[str]) -> None:
     midepoch.from_files(folder, validate=False)
     midepoch.from_files(folder, validate=False)
+    midepoch.from_files(folder)
     assert len(chosen) == 1
-    midepoch.from_files(folder)  # the first one that looks
+    midepoch.from_files(folder, force_reindex=True)
+    assert len(chosen) == 2
     midepoch.from_files(folder)
     assert len(chosen) == 2
-    midepoch.from_files(folder, force_reindex=True)
-    assert len(chosen) == 3
-    midepoch.from_files(folder)
-    assert len(chosen) == 3
 
 
 def test_the_index_may_be_beside_the_data(folder: Path, chosen: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -354,26 +305,25 @@ def test_the_index_may_be_beside_the_data(folder: Path, chosen: list[str], monke
     for index_dir in (folder / "index", ".other", folder):
         for _ in range(3):
             assert len(midepoch.from_files(folder, index_dir=index_dir)) == 30
-    assert len(chosen) == 9 and not list(folder.glob("**/*-seal"))
+    assert len(chosen) == 9
     write(folder / "index" / "new.parquet", range(5))
     assert len(midepoch.from_files(folder, index_dir=folder / "index")) == 35
 
 
-def test_prefixes_are_stated_each_time(tmp_path: Path, chosen: list[str]) -> None:
+def test_prefixes_are_chosen_once(tmp_path: Path, chosen: list[str]) -> None:
     prefixes = [write_megatron(tmp_path / name, [[[1, 2]]] * 3) for name in "ab"]
-    for number in range(1, 4):
-        assert len(midepoch.from_megatron(prefixes)) == 6
-        assert len(chosen) == number
-        assert not list(Path(os.environ["MIDEPOCH_CACHE"]).glob("*.midepoch-seal"))
     for _ in range(3):
+        assert len(midepoch.from_megatron(prefixes)) == 6
         assert len(midepoch.from_megatron(tmp_path)) == 6
-    assert len(chosen) == 4
+        assert len(chosen) == 2
+    write_megatron(tmp_path / "b", [[[1, 2]]] * 5)
+    assert len(midepoch.from_megatron(prefixes)) == len(midepoch.from_megatron(tmp_path)) == 8
 
 
-def test_a_folder_that_cannot_be_written_needs_no_seal(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_that_cannot_be_written_needs_no_index(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(seals, "atomic_write", full)
+    monkeypatch.setattr(index, "atomic_write", full)
     for _ in range(2):
         assert len(midepoch.from_files(folder)) == 30
