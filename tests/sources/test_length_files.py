@@ -233,7 +233,7 @@ lengths.lengths_of(midepoch.from_files(sys.argv[1], index_dir=sys.argv[2]).pipel
 def test_killed_while_writing(tmp_path: Path) -> None:
     values, folder = ["x" * (n % 300) for n in range(300_000)], tmp_path / "ix"
     path = write_arrow(tmp_path / "a.arrow", pa.table({"t": values}), 1000)
-    command = [sys.executable, "-c", KILLED, str(path), str(folder), "4"]
+    command = [sys.executable, "-c", KILLED, str(path), str(folder), "2"]
     assert subprocess.run(command, check=False, timeout=300).returncode == -signal.SIGKILL
     assert not sidecars(folder)
     assert list(folder.glob(".*.tmp"))

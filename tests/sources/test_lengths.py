@@ -107,16 +107,15 @@ def test_several_indexes(tmp_path: Path) -> None:
 @given(
     lengths=st.lists(st.sampled_from([0, 1, 255, 256, 70_000]), max_size=40),
     block=st.integers(1, 9),
-    piece=st.integers(1, 7),
+    run=st.integers(1, 14),
 )
-def test_any_lengths_in_any_blocks_and_pieces(
-    lengths: list[int], block: int, piece: int, tmp_path_factory: pytest.TempPathFactory
+def test_any_lengths_in_any_blocks_and_runs(
+    lengths: list[int], block: int, run: int, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     folder = tmp_path_factory.mktemp("lengths")
     path = write_arrow(folder / "a.arrow", pa.table({"t": pa.array(["x" * n for n in lengths], pa.string())}), block)
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(length_blocks, "_PIECE", piece)
-        patched.setattr(length_blocks, "_RUN", 2 * piece)
+        patched.setattr(length_blocks, "_RUN", run)
         patched.setattr(length_module, "_COPY", 3)
         source = Source((open_index([path], index_dir=folder),))
         made = lengths_of(source, "t")

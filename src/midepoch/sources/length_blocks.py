@@ -20,15 +20,13 @@ from midepoch.errors import CorruptBlockError
 from midepoch.sources.arrow_ipc import BatchReader
 from midepoch.sources.dictionaries import holds_dictionary, plain_array, plain_type
 from midepoch.sources.source import Source, in_place, view
-from midepoch.storage.damage import changed, is_damage, removed, retried
+from midepoch.storage.damage import changed, is_damage, refusal, removed, retried
 
 T = TypeVar("T")
 Item = TypeVar("Item")
 Compact = npt.NDArray[np.unsignedinteger[Any]]
 """Lengths in the smallest dtype that holds them."""
 
-_PIECE = 1 << 16
-"""Rows that are computed together: 256 KB of 32-bit offsets, which stay in the cache of a core."""
 _RUN = 1 << 18
 """Rows of mapped blocks that are one task of a thread, so that the task itself (50 µs) is a small part of it."""
 _SMALL = 1 << 13
@@ -41,22 +39,18 @@ _log = logging.getLogger("midepoch")
 
 @dataclass(frozen=True)
 class Measured:
-    """Lengths of consecutive rows, in pieces. ``unreadable``: rows of damaged blocks, whose length is 0."""
+    """Lengths of consecutive rows, and their sum. ``unreadable``: rows of damaged blocks, whose length is 0."""
 
-    pieces: tuple[Compact, ...]
-    rows: int
+    lengths: Compact
     total: int
-    longest: int
     unreadable: int = 0
 
     @staticmethod
     def join(parts: Sequence[Measured]) -> Measured:
         """Concatenate the rows of several parts."""
         return Measured(
-            tuple(piece for part in parts for piece in part.pieces),
-            sum(part.rows for part in parts),
+            np.concatenate([np.empty(0, "<u1"), *(part.lengths for part in parts)]),
             sum(part.total for part in parts),
-            max((part.longest for part in parts), default=0),
             sum(part.unreadable for part in parts),
         )
 
@@ -155,7 +149,7 @@ def _readable(source: Source, skip_corrupt: bool, measure: Measure, run: tuple[i
             raise
         rows = int(source.layout.block_starts[stop] - source.layout.block_starts[first])
         _log.warning("the lengths of %d rows are 0: %s", rows, problem)
-        return Measured((np.zeros(rows, "<u1"),), rows, 0, 0, rows)
+        return Measured(np.zeros(rows, "<u1"), 0, rows)
 
 
 def _mapping(source: Source, number: int) -> pa.Buffer:
@@ -165,6 +159,8 @@ def _mapping(source: Source, number: int) -> pa.Buffer:
         buffer = retried(lambda: pa.memory_map(file.path).read_buffer(), file.path)
     except FileNotFoundError:
         raise removed(file.path) from None
+    except OSError as problem:
+        raise refusal(problem, f"{file.path} could not be read: {problem}") from None
     if buffer.size != file.size:
         raise changed(file.path, f"it has {buffer.size} bytes and had {file.size}")
     return buffer
@@ -174,145 +170,103 @@ def _mapped(source: Source, column: str, files: Callable[[int], pa.Buffer], firs
     starts = source.layout.block_starts[first : stop + 1].tolist()
     offsets = source.offsets[first:stop].tolist()
     numbers = (source.file_blocks.searchsorted(np.arange(first, stop), side="right") - 1).tolist()
-    builder, file = _Builder(source.schema.field(column).type), _MappedFile(source, column, numbers[0], files)
+    form, place = in_place(source), source.schema.get_field_index(column)
+    encoded = any(holds_dictionary(each.type) for each in source.schema)
+    builder = _Builder(source.schema.field(column).type, starts[-1] - starts[0])
+    last = -1
     for i, (offset, number) in enumerate(zip(offsets, numbers, strict=True)):
-        if file.number != number:
-            file = _MappedFile(source, column, number, files)
+        file, rows = files(number), starts[i + 1] - starts[i]
+        if encoded and number != last:
+            reader, last = BatchReader(partial(_read, memoryview(file)), file.size), number
         try:
-            builder.add(file.column(first + i, offset, starts[i + 1] - starts[i]))
+            if form is not None:
+                batch = view(source, form, first + i, files, partial(np.empty, dtype=np.uint8))
+            elif encoded:
+                batch = reader.read(offset, None, source.files[number].dictionaries)
+            else:
+                batch = pa.ipc.read_record_batch(pa.ipc.read_message(file.slice(offset)), source.schema)
+            if batch.num_rows != rows:
+                raise pa.ArrowInvalid(f"{batch.num_rows} rows where the index says {rows}")
+            builder.add(batch.column(place))
             if i == len(offsets) - 1:
-                builder.flush()
+                return builder.measured()
         except (pa.ArrowException, OSError, ValueError, EOFError, MemoryError) as problem:
             if not is_damage(problem, file.size):
                 raise
             raise CorruptBlockError(
-                f"the record batch at byte {offset} of {file.path} (rows {starts[i]} to {starts[i + 1] - 1} of the "
-                f'data) cannot be read: {problem}. Restore the file, or pass on_error="skip" to leave it out.'
+                f"the record batch at byte {offset} of {source.files.paths[number]} (rows {starts[i]} to "
+                f"{starts[i + 1] - 1} of the data) cannot be read: {problem}. Restore the file, or pass "
+                'on_error="skip" to leave it out.'
             ) from None
-    return builder.measured
+    return builder.measured()
+
+
+def _read(data: memoryview, size: int, at: int) -> memoryview:
+    return data[at : at + size]
 
 
 def _fetched(source: Source, column: str, first: int, stop: int) -> Measured:
-    builder = _Builder(source.schema.field(column).type)
+    starts = source.layout.block_starts
+    builder = _Builder(source.schema.field(column).type, int(starts[stop] - starts[first]))
     for block in range(first, stop):
         try:
             for chunk in source.fetch(block, [column]).column(0).chunks:
                 builder.add(chunk)
-            builder.flush()
         except pa.ArrowInvalid as problem:
-            raise CorruptBlockError(f"{source.place(int(source.layout.block_starts[block]))}: {problem}") from None
-    return builder.measured
-
-
-class _MappedFile:
-    """One column of the record batches of a mapped file. Only the pages of its offsets are read."""
-
-    def __init__(self, source: Source, column: str, number: int, files: Callable[[int], pa.Buffer]) -> None:
-        self.number, self._file, self._buffer = number, source.files[number], files(number)
-        self.path, self.size = self._file.path, self._buffer.size
-        self._schema, self._number = source.schema, source.schema.get_field_index(column)
-        self._reader: BatchReader | None = None
-        self._source, self._files, self._format = source, files, in_place(source)
-        if any(holds_dictionary(each.type) for each in source.schema):
-            view = memoryview(self._buffer)
-            self._reader = BatchReader(lambda size, at: view[at : at + size], self.size)
-
-    def column(self, block: int, offset: int, rows: int) -> pa.Array:
-        """Return the column of a block, which is at an offset. Raise ``pa.ArrowException`` if it is damaged."""
-        if self._format is not None:
-            batch = view(self._source, self._format, block, self._files, partial(np.empty, dtype=np.uint8))
-        elif self._reader is not None:
-            batch = self._reader.read(offset, None, self._file.dictionaries)
-        else:
-            batch = pa.ipc.read_record_batch(pa.ipc.read_message(self._buffer.slice(offset)), self._schema)
-        if batch.num_rows != rows:
-            raise pa.ArrowInvalid(f"{batch.num_rows} rows where the index says {rows}")
-        return batch.column(self._number)
+            raise CorruptBlockError(f"{source.place(int(starts[block]))}: {problem}") from None
+    return builder.measured()
 
 
 class _Builder:
-    """Builder of Measured. Lengths of small blocks are collected in one array, then checked and made compact together.
+    """Builder of Measured, for a number of rows.
 
     Offsets are in order if no difference is negative and none has overflowed. Overflows are off by 2³² (or 2⁶⁴), and
     so is then the sum of the differences. It is computed only if the lengths are so long that it could be: usually,
     the offsets are read once, and the longest length is all that is looked at.
     """
 
-    def __init__(self, kind: pa.DataType) -> None:
+    def __init__(self, kind: pa.DataType, rows: int) -> None:
         self._encoded = _storage(kind) != kind
         self._kind = _storage(kind)
         self._offsets = _offset_dtype(self._kind)
-        self._nested = bool(pt.is_nested(self._kind))
         wide = np.dtype("<i8") if pt.is_large_list_view(self._kind) else np.dtype("<i4")
-        self._room = np.empty(_PIECE, self._offsets or wide)
-        self._filled = self._sum = self._rows = self._total = self._longest = 0
-        self._pieces: list[Compact] = []
-
-    @property
-    def measured(self) -> Measured:
-        """Everything that was added and flushed."""
-        return Measured(tuple(self._pieces), self._rows, self._total, self._longest)
+        self._lengths = np.empty(rows, self._offsets or wide)
+        self._filled = self._total = 0
 
     def add(self, column: pa.Array) -> None:
         """Add the lengths of a column. Raise ``pa.ArrowInvalid`` if its offsets are damaged."""
         if self._encoded:
             column = _stored(column)
+        room = self._lengths[self._filled : self._filled + len(column)]
         if self._offsets is None or column.null_count:
-            self._add_sizes(self._sizes(column))
+            room[:] = self._sizes(column)
+            self._total += int(room.sum(dtype=np.int64))
         elif len(column):
-            self._add_ends(self._ends(column), self._items(column))
-
-    def flush(self) -> None:
-        """Complete a piece. Raise ``pa.ArrowInvalid`` if some of its offsets are damaged."""
-        if not self._filled:
-            return
-        lengths = self._room[: self._filled].view(f"<u{self._room.itemsize}")  # negative ones become the longest
-        longest, width = int(lengths.max()), lengths.itemsize
-        if longest >= 1 << 8 * width - 1:
-            raise pa.ArrowInvalid("its offsets are not in order")
-        if longest * self._filled >= 1 << 8 * width and (width == 8 or int(lengths.sum(dtype=np.int64)) != self._sum):
-            raise pa.ArrowInvalid("its offsets are not in order")
-        self._pieces.append(lengths.astype(smallest_dtype(longest)))
-        self._longest, self._total = max(self._longest, longest), self._total + self._sum
-        self._rows, self._filled, self._sum = self._rows + self._filled, 0, 0
-
-    def _add_ends(self, ends: npt.NDArray[Any], items: int) -> None:
-        start, rows = 0, len(ends) - 1
-        while start < rows:
-            stop = min(rows, start + self._free())
-            first, last = int(ends[start]), int(ends[stop])
-            if not 0 <= first <= last <= items:
+            ends = self._ends(column)
+            first, last = int(ends[0]), int(ends[-1])
+            if not 0 <= first <= last <= self._items(column):
                 raise pa.ArrowInvalid("its offsets point outside its data")
-            np.subtract(ends[start + 1 : stop + 1], ends[start:stop], out=self._next(stop - start))
-            self._sum += last - first
-            start = stop
+            np.subtract(ends[1:], ends[:-1], out=room)
+            self._total += last - first
+        self._filled += len(column)
 
-    def _add_sizes(self, sizes: npt.NDArray[Any]) -> None:
-        start = 0
-        while start < len(sizes):
-            stop = min(len(sizes), start + self._free())
-            part = sizes[start:stop]
-            self._next(stop - start)[:] = part
-            self._sum += int(part.sum(dtype=np.int64))
-            start = stop
-
-    def _free(self) -> int:
-        """Return the number of rows that the room can take. A full piece is completed."""
-        if self._filled == len(self._room):
-            self.flush()
-        return len(self._room) - self._filled
-
-    def _next(self, rows: int) -> npt.NDArray[Any]:
-        """Return the room for these rows."""
-        self._filled += rows
-        return self._room[self._filled - rows : self._filled]
+    def measured(self) -> Measured:
+        """Return everything that was added. Raise ``pa.ArrowInvalid`` if some offsets are damaged."""
+        lengths = self._lengths.view(f"<u{self._lengths.itemsize}")  # negative ones become the longest
+        longest, width = int(lengths.max(initial=0)), lengths.itemsize
+        may_overflow = longest * len(lengths) >= 1 << 8 * width
+        if longest >= 1 << 8 * width - 1 or (
+            may_overflow and (width == 8 or int(lengths.sum(dtype=np.int64)) != self._total)
+        ):
+            raise pa.ArrowInvalid("its offsets are not in order")
+        return Measured(lengths.astype(smallest_dtype(longest)), self._total)
 
     def _ends(self, column: pa.Array) -> npt.NDArray[Any]:
         assert self._offsets is not None
         return _part(column.buffers()[1], self._offsets, column.offset, len(column) + 1)
 
     def _items(self, column: pa.Array) -> int:
-        if self._nested:
+        if pt.is_nested(self._kind):
             return len(column.values)
         data = column.buffers()[2]
         return 0 if data is None else int(data.size)
@@ -320,18 +274,18 @@ class _Builder:
     def _sizes(self, column: pa.Array) -> npt.NDArray[Any]:
         """Return the length of each row as a new array, for columns with nulls and for layouts without offsets."""
         column.validate()
-        rows, start = len(column), column.offset
+        rows, start, dtype = len(column), column.offset, self._lengths.dtype
         if self._offsets is not None:
             ends = self._ends(column)
             if rows and not 0 <= int(ends.min()) <= int(ends.max()) <= self._items(column):
                 raise pa.ArrowInvalid("its offsets point outside its data")
             sizes = np.diff(ends)
         elif (constant := constant_length(self._kind)) is not None:
-            sizes = np.full(rows, constant, self._room.dtype)
-        elif self._nested:  # a view of lists: offsets, sizes
-            sizes = _part(column.buffers()[2], self._room.dtype, start, rows).copy()
+            sizes = np.full(rows, constant, dtype)
+        elif pt.is_nested(self._kind):  # a view of lists: offsets, sizes
+            sizes = _part(column.buffers()[2], dtype, start, rows).copy()
         else:  # a view of text: 16 bytes each, the length first
-            sizes = _part(column.buffers()[1], self._room.dtype, 4 * start, 4 * rows)[::4].copy()
+            sizes = _part(column.buffers()[1], dtype, 4 * start, 4 * rows)[::4].copy()
         if rows and sizes.min() < 0:
             raise pa.ArrowInvalid("its offsets are not in order")
         if column.null_count:

@@ -13,8 +13,8 @@ import os
 import struct
 import time
 import zlib
-from collections.abc import Generator, Iterable, Iterator
-from contextlib import closing, suppress
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -52,30 +52,57 @@ _KEPT_SECONDS = 7 * 24 * 3600
 _log = logging.getLogger("midepoch")
 
 
+Int64Array = npt.NDArray[np.int64]
+Stamps = tuple[tuple[object, ...], ...]
+
+
 @dataclass(frozen=True, eq=False)
-class LengthsFile:
-    """Contents of a sidecar. ``lengths`` is mapped."""
+class RowLengths:
+    """One length for each row of a source, mapped from a file. Pickles to the path of the file.
 
-    lengths: npt.NDArray[Any]
+    Lists count their items, text and bytes the bytes as stored (UTF-8, not characters). A null has length 0.
+    """
+
+    rows: int
     total: int
+    """The sum of all lengths."""
     longest: int
-    unreadable: int
+    unreadable: int = 0
+    """Rows of damaged blocks, whose length is 0."""
+    _lengths: npt.NDArray[Any] | None = field(default=None, repr=False)
+    """None if all rows have the length ``longest``."""
+    _path: str | None = None
+    _key: bytes = field(default=b"", repr=False)
+
+    def __len__(self) -> int:
+        return self.rows
+
+    def of(self, rows: Int64Array) -> Int64Array:
+        """Return the lengths of these source rows."""
+        if self._lengths is None:
+            return np.full(len(rows), self.longest, np.int64)
+        return self._lengths[rows].astype(np.int64)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        if self._path is not None:
+            return _reopened, (Path(self._path), self._key)
+        return RowLengths, (self.rows, self.total, self.longest, self.unreadable, self._lengths)
 
 
-def read_lengths(path: Path, key: bytes, rows: int | None = None) -> LengthsFile | None:
-    """Return the contents of a sidecar, or None if it is missing, damaged, of another key or of other rows."""
+def read_lengths(path: Path, key: bytes) -> RowLengths | None:
+    """Return the contents of a sidecar, or None if it is missing, damaged or of another key."""
     try:
         with path.open("rb") as file:
             head = file.read(_FIELDS.size)
-            magic, version, width, count, total, longest, unreadable, found, sample, checksum = _FIELDS.unpack(head)
+            magic, version, width, rows, total, longest, unreadable, found, sample, checksum = _FIELDS.unpack(head)
             if magic != _MAGIC or version != VERSION or zlib.crc32(head[:-4]) != checksum:
                 raise ValueError("its header is damaged, or of another version")
-            if found != key or (rows is not None and count != rows):
+            if found != key:
                 raise ValueError("it belongs to other data")
             dtype = smallest_dtype(longest)
-            if dtype.itemsize != width or os.fstat(file.fileno()).st_size != _START + count * width:
+            if dtype.itemsize != width or os.fstat(file.fileno()).st_size != _START + rows * width:
                 raise ValueError("it has another size")
-            lengths = np.asarray(np.memmap(file, dtype, "r", _START, (count,)) if count else np.empty(0, dtype))
+            lengths = np.asarray(np.memmap(file, dtype, "r", _START, (rows,)) if rows else np.empty(0, dtype))
         if _sample(lengths) != sample:
             raise ValueError("its numbers are damaged")
     except FileNotFoundError:
@@ -83,7 +110,15 @@ def read_lengths(path: Path, key: bytes, rows: int | None = None) -> LengthsFile
     except (OSError, ValueError, struct.error, OverflowError) as problem:
         _log.info("the row lengths %s cannot be used and are made again: %s", path, problem)
         return None
-    return LengthsFile(lengths, total, longest, unreadable)
+    return RowLengths(rows, total, longest, unreadable, lengths, str(path), key)
+
+
+def _reopened(path: Path, key: bytes) -> RowLengths:
+    if (found := read_lengths(path, key)) is None:
+        raise FormatError(
+            f"the row lengths {path} were changed or removed since they were opened. Create the dataset again."
+        )
+    return found
 
 
 def write_lengths(path: Path, key: bytes, parts: Iterable[Measured]) -> None:
@@ -114,13 +149,12 @@ def _write(file: BinaryIO, key: bytes, parts: Iterable[Measured]) -> None:
     rows = total = longest = unreadable = 0
     file.seek(_START)
     for part in parts:
-        if (needed := smallest_dtype(part.longest)).itemsize > dtype.itemsize:
+        longest = max(longest, int(part.lengths.max(initial=0)))
+        if (needed := smallest_dtype(longest)) != dtype:
             _widen(file, rows, dtype, needed)
             dtype = needed
-        for piece in part.pieces:
-            _put(file, piece.astype(dtype, copy=False))
-        rows, total, unreadable = rows + part.rows, total + part.total, unreadable + part.unreadable
-        longest = max(longest, part.longest)
+        _put(file, part.lengths.astype(dtype, copy=False))
+        rows, total, unreadable = rows + len(part.lengths), total + part.total, unreadable + part.unreadable
     file.truncate(_START + rows * dtype.itemsize)
     sample = _sample(np.asarray(np.memmap(file, dtype, "r", _START, (rows,)))) if rows else 0
     head = _FIELDS.pack(_MAGIC, VERSION, dtype.itemsize, rows, total, longest, unreadable, key, sample, 0)[:-4]
@@ -157,43 +191,6 @@ def _sample(lengths: npt.NDArray[Any]) -> int:
     return checksum
 
 
-Int64Array = npt.NDArray[np.int64]
-Stamps = tuple[tuple[object, ...], ...]
-
-
-@dataclass(frozen=True, eq=False)
-class RowLengths:
-    """One length for each row of a source, mapped from a file. Pickles to the path of the file.
-
-    Lists count their items, text and bytes the bytes as stored (UTF-8, not characters). A null has length 0.
-    """
-
-    rows: int
-    total: int
-    """The sum of all lengths."""
-    longest: int
-    unreadable: int = 0
-    """Rows of damaged blocks, whose length is 0."""
-    _lengths: npt.NDArray[Any] | None = field(default=None, repr=False)
-    """None if all rows have the length ``longest``."""
-    _path: str | None = None
-    _key: bytes = field(default=b"", repr=False)
-
-    def __len__(self) -> int:
-        return self.rows
-
-    def of(self, rows: Int64Array) -> Int64Array:
-        """Return the lengths of these source rows."""
-        if self._lengths is None:
-            return np.full(len(rows), self.longest, np.int64)
-        return self._lengths[rows].astype(np.int64)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        if self._path is not None:
-            return _reopened, (self._path, self._key)
-        return RowLengths, (self.rows, self.total, self.longest, self.unreadable, self._lengths)
-
-
 def lengths_of(source: Source, column: str, *, skip_corrupt: bool = False) -> RowLengths:
     """Return the lengths of the rows of a column of the source, read from their file if there is one, else computed.
 
@@ -214,21 +211,24 @@ def lengths_of(source: Source, column: str, *, skip_corrupt: bool = False) -> Ro
     stamps = _stamps(source)
     folder, stem, key = _sidecar(source, column, stamps)
     path = folder / f"{stem}.{key.hex()}{SUFFIX}"
-    if (found := _usable(path, key, source.rows, skip_corrupt)) is not None:
+
+    def usable() -> RowLengths | None:
+        found = read_lengths(path, key)
+        return found if found is not None and (skip_corrupt or not found.unreadable) else None
+
+    if (found := usable()) is not None:
         return found
     parts = partial(_parts, source, column, skip_corrupt, stamps)
     with locked(folder / f"{stem}{SUFFIX}", "the row lengths") as slot:
-        if (found := _usable(path, key, source.rows, skip_corrupt)) is not None:  # another process has made it
+        if (found := usable()) is not None:  # another process has made it
             return found
-        try:
-            with closing(_marked(parts())) as marked:
-                kept = slot.keep(lambda: write_lengths(path, key, marked))
-        except _ReadingError as problem:
-            raise problem.cause from None
-        if kept:
+        if slot.keep(lambda: write_lengths(path, key, parts())):
             remove_old(path, f"{stem}.*{SUFFIX}")
-            found = _usable(path, key, source.rows, skip_corrupt)
-    return found if found is not None else _in_memory(parts())
+            found = usable()
+    if found is not None:
+        return found
+    made = Measured.join(list(parts()))
+    return RowLengths(source.rows, made.total, int(made.lengths.max(initial=0)), made.unreadable, made.lengths)
 
 
 def _parts(source: Source, column: str, skip_corrupt: bool, stamps: Stamps) -> Iterator[Measured]:
@@ -237,52 +237,11 @@ def _parts(source: Source, column: str, skip_corrupt: bool, stamps: Stamps) -> I
     with shown(f"lengths of {column}", "rows") as report:
         for part in measured_blocks(source, column, skip_corrupt=skip_corrupt):
             yield part
-            done += part.rows
+            done += len(part.lengths)
             report(done, source.rows)
     for file, before, after in zip(source.files, stamps, _stamps(source), strict=True):
         if before != after:
             raise changed(file.path, "while the lengths of its rows were read")
-
-
-class _ReadingError(Exception):
-    """An error of the data. Errors of the folder in which lengths are saved are of the same types."""
-
-    def __init__(self, cause: Exception) -> None:
-        super().__init__(cause)
-        self.cause = cause
-
-
-def _marked(parts: Iterator[Measured]) -> Generator[Measured, None, None]:
-    try:
-        yield from parts
-    except Exception as problem:
-        raise _ReadingError(problem) from None
-
-
-def _in_memory(parts: Iterator[Measured]) -> RowLengths:
-    found = Measured.join(list(parts))
-    lengths = np.concatenate([np.empty(0, smallest_dtype(found.longest)), *found.pieces])
-    return RowLengths(found.rows, found.total, found.longest, found.unreadable, lengths)
-
-
-def _usable(path: Path, key: bytes, rows: int, skip_corrupt: bool) -> RowLengths | None:
-    found = read_lengths(path, key, rows)
-    if found is None or (found.unreadable and not skip_corrupt):
-        return None
-    return _opened(found, path, key)
-
-
-def _opened(found: LengthsFile, path: Path, key: bytes) -> RowLengths:
-    return RowLengths(len(found.lengths), found.total, found.longest, found.unreadable, found.lengths, str(path), key)
-
-
-def _reopened(path: str, key: bytes) -> RowLengths:
-    found = read_lengths(Path(path), key)
-    if found is None:
-        raise FormatError(
-            f"the row lengths {path} were changed or removed since they were opened. Create the dataset again."
-        )
-    return _opened(found, Path(path), key)
 
 
 def _sidecar(source: Source, column: str, stamps: Stamps) -> tuple[Path, str, bytes]:

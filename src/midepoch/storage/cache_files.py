@@ -25,6 +25,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from midepoch._internal.processes import alive, machine
+from midepoch.errors import MidepochError
 
 try:
     import fcntl
@@ -217,6 +218,8 @@ class CacheSlot:
                 return True
             try:
                 write()
+            except MidepochError:  # of the data
+                raise
             except OSError as error:
                 problem = error
             else:
