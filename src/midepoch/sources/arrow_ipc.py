@@ -12,6 +12,7 @@ import logging
 import struct
 from bisect import bisect_right
 from collections import deque
+from collections.abc import Iterator
 from typing import Any
 
 import pyarrow as pa
@@ -50,9 +51,8 @@ class _Scanning:
 
     def __init__(self, schema: pa.Schema) -> None:
         self.scan = Scanned(schema)
-        self._paths = _node_paths(schema)
-        self._sizes = [size for column in schema for size in _item_counts(column.type)]
-        self._columns = [i for i, path in enumerate(self._paths) if len(path) == 1]
+        self._nodes = nodes(schema)
+        self._columns = [i for i, (path, _) in enumerate(self._nodes) if len(path) == 1]
         self._messages: list[Message] = []
         self._dictionaries: list[Message] = []
         self._versions: dict[int, list[list[int]]] = {}
@@ -62,7 +62,7 @@ class _Scanning:
         if message.kind == SCHEMA:
             raise struct.error("a second schema, as if files had been concatenated")
         if message.kind == RECORD_BATCH:
-            check_rows(message, self._columns, len(self._paths))
+            check_rows(message, self._columns, len(self._nodes))
 
     def add(self, at: int, message: Message) -> None:
         """Add a message. The messages of a dictionary are added in the order in which they apply."""
@@ -78,9 +78,9 @@ class _Scanning:
             self.scan.rows.append(message.rows)
             self.scan.compressed |= message.compressed
             nulls = [count for _, count in message.nodes]
-            for i, (path, count) in enumerate(zip(self._paths, nulls, strict=False)):
+            for i, ((path, items), count) in enumerate(zip(self._nodes, nulls, strict=False)):
                 # A null fixed-size list has null items in the file, which are not values of any row.
-                if count and not (self._sizes[i] and count == nulls[i - 1] * self._sizes[i]):
+                if count and not (items and count == nulls[i - 1] * items):
                     self.scan.nullable.add(path)
             self._messages.append(message)
 
@@ -95,30 +95,23 @@ class _Scanning:
         return self.scan
 
 
-def _node_paths(schema: pa.Schema) -> list[tuple[str, ...]]:
-    """Return the path of each field node of a record batch: the column's name, then its children, depth first."""
-    return [path for column in schema for path in node_paths(column.name, column.type)]
+def nodes(schema: pa.Schema) -> list[tuple[tuple[str, ...], int]]:
+    """Return the field nodes of a record batch: columns and their children, depth first.
+
+    A node is the path of names to it, and the size of the fixed-size list around it, or 0.
+    """
+    return [node for column in schema for node in _nodes(column, (), 0)]
 
 
-def node_paths(name: str, kind: pa.DataType, above: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
-    """Return the paths of a column and of all fields inside it."""
-    if isinstance(kind, pa.BaseExtensionType):
-        return node_paths(name, kind.storage_type, above)
-    here = (*above, name)
-    if pa.types.is_dictionary(kind):
-        return [here]
-    children = [kind.field(i) for i in range(kind.num_fields)]
-    return [here, *(path for child in children for path in node_paths(child.name, child.type, here))]
-
-
-def _item_counts(kind: pa.DataType, items: int = 0) -> list[int]:
-    """Return for each field node of a column the size of the fixed-size list around it, else 0."""
-    if isinstance(kind, pa.BaseExtensionType):
-        return _item_counts(kind.storage_type, items)
-    if pa.types.is_dictionary(kind):
-        return [items]
-    inside = kind.list_size if pa.types.is_fixed_size_list(kind) else 0
-    return [items, *(n for i in range(kind.num_fields) for n in _item_counts(kind.field(i).type, inside))]
+def _nodes(field: pa.Field, above: tuple[str, ...], items: int) -> Iterator[tuple[tuple[str, ...], int]]:
+    kind, path = field.type, (*above, field.name)
+    while isinstance(kind, pa.BaseExtensionType):
+        kind = kind.storage_type
+    yield path, items
+    if not pa.types.is_dictionary(kind):
+        inside = kind.list_size if pa.types.is_fixed_size_list(kind) else 0
+        for i in range(kind.num_fields):
+            yield from _nodes(kind.field(i), path, inside)
 
 
 def walk(path: str, read: Read, size: int, *, skip_damage: bool = False) -> Scanned:
@@ -362,9 +355,3 @@ class _Feed:
 
     def close(self) -> None:
         """Do nothing: no file is open."""
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return False

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import numpy.typing as npt
@@ -10,11 +10,21 @@ import pyarrow as pa
 import pyarrow.types as pt
 
 
+def holds(kind: pa.DataType, is_wanted: Callable[[pa.DataType], bool]) -> bool:
+    """Return True if a type, or any type inside it, is wanted."""
+    if isinstance(kind, pa.BaseExtensionType):
+        return holds(kind.storage_type, is_wanted)
+    return is_wanted(kind) or any(holds(field.type, is_wanted) for field in children(kind))
+
+
 def holds_dictionary(kind: pa.DataType) -> bool:
     """Return True if a type, or any type inside it, is dictionary-encoded."""
-    if isinstance(kind, pa.BaseExtensionType):
-        return holds_dictionary(kind.storage_type)
-    return pt.is_dictionary(kind) or any(holds_dictionary(kind.field(i).type) for i in range(kind.num_fields))
+    return holds(kind, pt.is_dictionary)
+
+
+def has_large_text(kind: pa.DataType) -> bool:
+    """Return True if a type contains text or bytes with 64-bit offsets."""
+    return holds(kind, lambda each: pt.is_large_string(each) or pt.is_large_binary(each))
 
 
 def undecodable(kind: pa.DataType) -> pa.DataType | None:
@@ -27,7 +37,7 @@ def undecodable(kind: pa.DataType) -> pa.DataType | None:
         return kind if holds_dictionary(kind.value_type) else None
     if not (_has_lists(kind) or pt.is_struct(kind)):
         return kind
-    return next((each for field in _children(kind) if (each := undecodable(field.type)) is not None), None)
+    return next((each for field in children(kind) if (each := undecodable(field.type)) is not None), None)
 
 
 def plain_type(kind: pa.DataType) -> pa.DataType:
@@ -38,7 +48,7 @@ def plain_type(kind: pa.DataType) -> pa.DataType:
         return plain_type(kind.storage_type)
     if pt.is_dictionary(kind):
         return without_views(kind.value_type)
-    return with_children(kind, [field.with_type(plain_type(field.type)) for field in _children(kind)])
+    return _inside(kind, plain_type)
 
 
 def plain_schema(schema: pa.Schema) -> pa.Schema:
@@ -60,38 +70,33 @@ def plain_array(array: pa.Array) -> pa.Array:
         values = array.dictionary.cast(plain_type(kind))
         return pa.DictionaryArray.from_arrays(array.indices, values).dictionary_decode()
     if pt.is_struct(kind):
-        children = [plain_array(array.field(i)) for i in range(kind.num_fields)]
-        return pa.StructArray.from_arrays(children, fields=list(_children(plain_type(kind))), mask=array.is_null())
+        arrays = [plain_array(array.field(i)) for i in range(kind.num_fields)]
+        return pa.StructArray.from_arrays(arrays, fields=list(children(plain_type(kind))), mask=array.is_null())
     buffers = array.buffers()[: 1 if pt.is_fixed_size_list(kind) else 2]
-    children = [plain_array(array.values)]
-    return pa.Array.from_buffers(plain_type(kind), len(array), buffers, offset=array.offset, children=children)
+    values = [plain_array(array.values)]
+    return pa.Array.from_buffers(plain_type(kind), len(array), buffers, offset=array.offset, children=values)
 
 
 def large_text(kind: pa.DataType) -> pa.DataType:
     """Return the type with 64-bit offsets for text and bytes at any depth."""
     if pt.is_string(kind) or pt.is_binary(kind):
         return pa.large_string() if pt.is_string(kind) else pa.large_binary()
-    if not (_has_lists(kind) or pt.is_struct(kind)):
-        return kind
-    return with_children(kind, [field.with_type(large_text(field.type)) for field in _children(kind)])
+    return _inside(kind, large_text)
 
 
 def without_views(kind: pa.DataType) -> pa.DataType:
     """Return the type with text and bytes in place of views of them, at any depth."""
     if pt.is_string_view(kind) or pt.is_binary_view(kind):
         return pa.large_string() if pt.is_string_view(kind) else pa.large_binary()
+    return _inside(kind, without_views)
+
+
+def _inside(kind: pa.DataType, change: Callable[[pa.DataType], pa.DataType]) -> pa.DataType:
+    """Return a list, map or struct type with changed types inside. Other types are returned as they are."""
     if not (_has_lists(kind) or pt.is_struct(kind)):
         return kind
-    fields = [field.with_type(without_views(field.type)) for field in _children(kind)]
-    return kind if fields == list(_children(kind)) else with_children(kind, fields)
-
-
-def has_large_text(kind: pa.DataType) -> bool:
-    """Return True if a type contains text or bytes with 64-bit offsets."""
-    if isinstance(kind, pa.BaseExtensionType):
-        return has_large_text(kind.storage_type)
-    large = pt.is_large_string(kind) or pt.is_large_binary(kind)
-    return bool(large or any(has_large_text(field.type) for field in _children(kind)))
+    fields = [field.with_type(change(field.type)) for field in children(kind)]
+    return kind if fields == list(children(kind)) else with_children(kind, fields)
 
 
 def with_children(kind: pa.DataType, fields: list[pa.Field]) -> pa.DataType:
@@ -109,7 +114,8 @@ def _has_lists(kind: pa.DataType) -> bool:
     return bool(pt.is_list(kind) or pt.is_large_list(kind) or pt.is_fixed_size_list(kind) or pt.is_map(kind))
 
 
-def _children(kind: pa.DataType) -> Iterator[pa.Field]:
+def children(kind: pa.DataType) -> Iterator[pa.Field]:
+    """Yield the fields inside a type."""
     return (kind.field(i) for i in range(kind.num_fields))
 
 

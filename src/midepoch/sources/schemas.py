@@ -9,8 +9,8 @@ import pyarrow as pa
 import pyarrow.types as pt
 
 from midepoch.errors import FormatError
-from midepoch.sources.arrow_ipc import node_paths
-from midepoch.sources.dictionaries import plain_type, undecodable, with_children
+from midepoch.sources.arrow_ipc import nodes
+from midepoch.sources.dictionaries import children, plain_type, undecodable, with_children, without_views
 from midepoch.sources.formats import Scanned
 from midepoch.sources.formats.lines import widest
 from midepoch.sources.indexed_files import Values
@@ -18,7 +18,7 @@ from midepoch.sources.indexed_files import Values
 
 def usable(file: str, schema: pa.Schema) -> None:
     """Raise FormatError for columns that cannot be read, or told apart: columns or fields of a struct with one name."""
-    paths = Counter(path for column in schema for path in node_paths(column.name, column.type))
+    paths = Counter(path for path, _ in nodes(schema))
     if twice := sorted({repr(".".join(path)) for path, count in paths.items() if count > 1}):
         raise FormatError(f"{file}: several columns are named {', '.join(twice)}. Rename them in the file.")
     for column in schema:
@@ -89,7 +89,7 @@ def _common(first: pa.DataType, second: pa.DataType) -> pa.DataType | None:
     """Return the type that holds values of both, as pyarrow promotes them: the wider number, the larger offsets, the
     fields of both structs. None if there is none.
     """
-    for a, b in ((first, second), (_without_views(first), _without_views(second))):
+    for a, b in ((first, second), (without_views(first), without_views(second))):
         try:
             schemas = [pa.schema([pa.field("", kind)]) for kind in (a, b)]
             return _free(pa.unify_schemas(schemas, promote_options="permissive").field(0).type)
@@ -98,28 +98,15 @@ def _common(first: pa.DataType, second: pa.DataType) -> pa.DataType | None:
     return None
 
 
-def _without_views(kind: pa.DataType) -> pa.DataType:
-    """Replace views by text and bytes: pyarrow does not promote views."""
-    if pt.is_string_view(kind) or pt.is_binary_view(kind):
-        return pa.large_string() if pt.is_string_view(kind) else pa.large_binary()
-    if not _is_nested(kind):
-        return kind
-    return with_children(kind, [each.with_type(_without_views(each.type)) for each in _fields(kind)])
-
-
 def _free(kind: pa.DataType) -> pa.DataType:
     """Return a type in which every inner field is nullable: files differ in this."""
     if not _is_nested(kind):
         return kind
-    return with_children(kind, [each.with_type(_free(each.type)).with_nullable(True) for each in _fields(kind)])
+    return with_children(kind, [each.with_type(_free(each.type)).with_nullable(True) for each in children(kind)])
 
 
 def _is_nested(kind: pa.DataType) -> bool:
     return bool(pt.is_struct(kind) or pt.is_list(kind) or pt.is_large_list(kind) or pt.is_fixed_size_list(kind))
-
-
-def _fields(kind: pa.DataType) -> list[pa.Field]:
-    return [kind.field(i) for i in range(kind.num_fields)]
 
 
 def nullable_paths(
@@ -161,8 +148,8 @@ def _lacking(path: tuple[str, ...], own: pa.DataType, common: pa.DataType) -> It
     if not pt.is_struct(common):
         yield from _lacking((*path, common.field(0).name), own.field(0).type, common.field(0).type)
         return
-    theirs = {field.name: field.type for field in _fields(own)}
-    for field in _fields(common):
+    theirs = {field.name: field.type for field in children(own)}
+    for field in children(common):
         inner = (*path, field.name)
         if field.name in theirs:
             yield from _lacking(inner, theirs[field.name], field.type)
@@ -179,9 +166,9 @@ def row_bytes(scans: Sequence[Scanned], schema: pa.Schema) -> float:
 def _width(kind: pa.DataType) -> float:
     if isinstance(kind, pa.BaseExtensionType):
         return _width(kind.storage_type)
-    if pa.types.is_fixed_size_list(kind):
+    if pt.is_fixed_size_list(kind):
         return float(kind.list_size) * _width(kind.value_type)
-    if pa.types.is_struct(kind):
+    if pt.is_struct(kind):
         return sum(_width(kind.field(i).type) for i in range(kind.num_fields))
     try:
         return float(kind.bit_width) / 8
