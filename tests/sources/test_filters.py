@@ -95,8 +95,8 @@ def test_statistics_answer_plain_comparisons(
     table = pa.table({"finance": np.arange(200.0), "flag": [True] * 200})
     pq.write_table(table, tmp_path / "a.parquet", row_group_size=10)
     counted: list[int] = []
-    real = lake_module.decoder
-    monkeypatch.setattr(lake_module, "decoder", lambda *given: counted.append(1) or real(*given))
+    real = lake_module.decoded
+    monkeypatch.setattr(lake_module, "decoded", lambda *given: counted.append(1) or real(*given))
     ds = midepoch.from_files(tmp_path / "a.parquet", filters=expression)
     assert [row["finance"] for row in ds] == table.filter(expression)["finance"].to_pylist()
     assert len(counted) == 1, "of 20 blocks"

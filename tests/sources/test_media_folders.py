@@ -294,7 +294,7 @@ def test_what_a_folder_is(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> N
     with pytest.raises(FormatError, match=r"mixed contains image and audio files\. Choose one kind with format=…"):
         midepoch.from_files(mixed)
     assert midepoch.from_files(mixed, format="audiofolder").column_names == ["audio"]
-    with pytest.raises(FormatError, match="the files have different formats: audio .*, image "):
+    with pytest.raises(FormatError, match="the files have different formats: image .*, audio "):
         midepoch.from_files(f"{mixed}/*")
     (mixed / "labels.csv").write_text("n\n1\n")
     with caplog.at_level(logging.WARNING, "midepoch"):

@@ -15,14 +15,14 @@ from midepoch.dataset import Dataset, habits
 from midepoch.distributed.keyvalue import Counters, first_value
 from midepoch.open.files import DEFAULT_CACHE_BYTES, Opening
 from midepoch.sources.files import PathLike, check_path
-from midepoch.sources.filters import parse_filter
+from midepoch.sources.filters import Filter, parse_filter
 from midepoch.sources.tables import delta, iceberg, lance
 from midepoch.sources.tables.opening import (
-    TableRequest,
+    TableAt,
     iceberg_properties,
     open_table,
     options_of_iceberg,
-    reader_options,
+    reader_of,
     store_options,
 )
 from midepoch.storage.addresses import resolve
@@ -63,9 +63,9 @@ def from_delta(
         uri, version = uri.table_uri, uri.version() if version is None else version
     chosen, address = parse_filter(filters), _address(uri)
     store, path = resolve(address, store_options(address, storage_options), retry=retry)
-    reader = (path, {}) if store.local else reader_options(address, storage_options)
+    reader = reader_of(store, path, address, storage_options)
     table = _pinned("delta", path, version, partial(delta.find_version, store, path, *reader))
-    return _opened(TableRequest(store, table.key, chosen, on_error == "skip", table.scan), opening)
+    return _opened(table, chosen, opening)
 
 
 @hinted(habits.OPEN["from_iceberg"])
@@ -114,8 +114,7 @@ def from_iceberg(
         if table.metadata.snapshot_by_id(agreed) is None:  # committed since this rank loaded the table
             table = load()
         snapshot, schema = iceberg.find_snapshot(table, store.name(path), agreed)
-    found = iceberg.IcebergTableAt(store, path, table, snapshot, schema)
-    return _opened(TableRequest(store, found.key, chosen, on_error == "skip", found.scan), opening)
+    return _opened(iceberg.IcebergTableAt(store, path, table, snapshot, schema), chosen, opening)
 
 
 @hinted(habits.OPEN["from_lance"])
@@ -149,7 +148,7 @@ def from_lance(
     store, path = resolve(address, store_options(address, storage_options), retry=retry)
     store = replace(store, reader="a Lance table")
     table = _pinned("lance", path, version, partial(lance.find_version, store, path))
-    return _opened(TableRequest(store, table.key, chosen, on_error == "skip", table.scan), opening)
+    return _opened(table, chosen, opening)
 
 
 def _address(uri: Any) -> str:
@@ -175,7 +174,8 @@ def _agreed(kind: str, path: str, latest: int) -> int:
     return int(first_value(f"{key}/{_openings.next(key)}", str(latest)) or latest)
 
 
-def _opened(request: TableRequest, opening: Opening) -> Dataset:
+def _opened(table: TableAt, chosen: Filter | None, opening: Opening) -> Dataset:
+    skip, folder, force = opening.on_error == "skip", opening.index_folder, opening.force_reindex
     with shown("indexing", "files") as report:
-        index = open_table(request, index_dir=opening.index_folder, force=opening.force_reindex, progress=report)
-    return opening.dataset(index, request.store, request.filter)
+        index = open_table(table, chosen, skip_damage=skip, index_dir=folder, force=force, progress=report)
+    return opening.dataset(index, table.store, chosen)

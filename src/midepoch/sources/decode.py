@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pyarrow as pa
@@ -25,7 +25,7 @@ def partition_expression(values: Values) -> Any:
     return known
 
 
-def decoder(
+def decoded(
     store: Store,
     form: Format,
     block: Block,
@@ -33,33 +33,29 @@ def decoder(
     schema: pa.Schema,
     columns: Sequence[str],
     rows: int | None,
-) -> Callable[[], pa.Table]:
-    """Return a function that decodes a block to exactly these columns, in the types of the schema.
+) -> pa.Table:
+    """Decode a block to exactly these columns, in the types of the schema.
 
     Columns that the file lacks are null. ``rows``: the expected number of rows, None with a filter.
     """
     constants = dict(values)
-    fields = [schema.field(name) for name in columns]
-
-    def decode() -> pa.Table:
-        own = [name for name in columns if name not in constants]
-        table = form.decode(store, block, schema, own) if own or rows is None else None
-        count = rows if table is None else table.num_rows
-        assert count is not None
-        if rows is not None and count != rows and (table is None or table.num_columns):
-            raise pa.ArrowInvalid(f"{count} rows where the index says {rows}")
-        arrays, present = [], {} if table is None else dict(zip(table.schema.names, table.columns, strict=True))
-        for name, field in zip(columns, fields, strict=True):
-            kind = field.type
-            if name in constants:
-                arrays.append(pa.repeat(pa.scalar(constants[name], kind), rows if rows is not None else count))
-            elif name not in present:
-                arrays.append(pa.nulls(rows if rows is not None else count, kind))
-            else:
-                arrays.append(_cast(store, block, name, present[name], kind))
-        return pa.table(arrays, schema=pa.schema(fields))
-
-    return decode
+    own = [name for name in columns if name not in constants]
+    table = form.decode(store, block, schema, own) if own or rows is None else None
+    count = rows if table is None else table.num_rows
+    assert count is not None
+    if rows is not None and count != rows and (table is None or table.num_columns):
+        raise pa.ArrowInvalid(f"{count} rows where the index says {rows}")
+    length = rows if rows is not None else count
+    present = {} if table is None else dict(zip(table.schema.names, table.columns, strict=True))
+    arrays, fields = [], [schema.field(name) for name in columns]
+    for name, field in zip(columns, fields, strict=True):
+        if name in constants:
+            arrays.append(pa.repeat(pa.scalar(constants[name], field.type), length))
+        elif name not in present:
+            arrays.append(pa.nulls(length, field.type))
+        else:
+            arrays.append(_cast(store, block, name, present[name], field.type))
+    return pa.table(arrays, schema=pa.schema(fields))
 
 
 def _cast(store: Store, block: Block, name: str, column: pa.ChunkedArray, kind: pa.DataType) -> pa.ChunkedArray:

@@ -23,7 +23,7 @@ from midepoch.sources.folders import (
     listing_of,
     warn_of_splits,
 )
-from midepoch.sources.listing import GLOB, Lookups, all_visible, nearest, spelled_out, translated
+from midepoch.sources.listing import GLOB, Lookups, all_visible, beginning, nearest, spelled_out, translated
 from midepoch.sources.names import (
     FORMATS,
     OF_TOKENS,
@@ -66,9 +66,13 @@ def resolved(texts: Sequence[str], *, fresh: bool = False, **where: Any) -> tupl
 
     ``fresh``: the store asks the Hub again, instead of using what this machine has listed recently.
     """
-    found = [resolve(text, **where) for text in texts]
-    store = found[0][0]
-    for other, path in found:
+    store, first = resolve(texts[0], **where)
+    paths = [first]
+    for text in texts[1:]:
+        other, path = resolve(text, **where)
+        paths.append(path)
+        if other.local and store.local:
+            continue
         if other.identity != store.identity:
             raise ValueError(f"all files of a dataset must be in one store, {other.name(path)} is in another")
         if other.secrets != store.secrets:
@@ -77,7 +81,7 @@ def resolved(texts: Sequence[str], *, fresh: bool = False, **where: Any) -> tupl
             )
     if fresh:
         store.refresh()
-    return store, tuple(path for _, path in found)
+    return store, tuple(paths)
 
 
 def find_files(texts: Sequence[str], paths: Sequence[str], wanted: str | None, lookups: Lookups) -> DataFiles:
@@ -261,22 +265,21 @@ def _all_of(lookups: Lookups, paths: list[str], given: str, wanted: str | None) 
 
 
 def _common_format(store: Store, entries: list[Entry]) -> str:
+    """Return the format that the names of all files indicate, else the first bytes of the first file."""
     named = _formats_of(entries)
     if len(named) > 1 and any(kind in KINDS for kind in named):
         named = _formats_of([entry for entry in entries if not is_metadata(entry.path)])
     if len(named) > 1:
         listed = ", ".join(f"{kind} ({store.name(path)})" for kind, path in named.items())
         raise FormatError(f"the files have different formats: {listed}. Choose one with format=….")
-    if named:
-        return next(iter(named))
-    return _sniffed(store, entries[0])
+    return next(iter(named), None) or _sniffed(store, entries[0])
 
 
 def _formats_of(entries: list[Entry]) -> dict[str, str]:
     """Return the formats that the names of files indicate, each with the path of a file."""
     named: dict[str, str] = {}
-    for path in {entry.path.rpartition(".")[2]: entry.path for entry in reversed(entries)}.values():
-        kind = format_of(path)  # of one file for each suffix
+    paths = [entry.path for entry in entries]
+    for path, kind in zip(paths, formats_of(paths, None), strict=True):
         if kind is not None:
             named.setdefault(kind, path)
     return named
@@ -284,12 +287,7 @@ def _formats_of(entries: list[Entry]) -> dict[str, str]:
 
 def _sniffed(store: Store, entry: Entry) -> str:
     """Return the format that the first bytes indicate, for a file whose name does not."""
-
-    def head() -> bytes:
-        with store.open(entry) as file:
-            return file.read_at(8, 0)
-
-    start = store.persist(entry.path, "read", head) if entry.size else b""
+    start = beginning(store, entry, 8)
     if (kind := format_of_bytes(start)) is not None:
         return kind
     if (reason := not_read([entry.path])) is not None:

@@ -1,6 +1,6 @@
 """Index of a set of files: the location of every block. Written once, checked by ``stat``, opened memory-mapped.
 
-Footers of files, which are needed to decode their blocks, are stored beside it and read on demand.
+Footers of files, which are needed to decode their blocks, follow in the same file. They are read on demand.
 
 Thousands of files are read by threads of this process, or by a cluster. An action is a module-level function with bound
 arguments (``functools.partial``), so that it can be sent to another process.
@@ -12,15 +12,13 @@ import base64
 import hashlib
 import json
 import logging
-import os
-import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, fields, replace
-from functools import cached_property
+from functools import cached_property, partial, reduce
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -28,83 +26,10 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from midepoch.errors import CorruptBlockError, FormatError
+from midepoch.errors import FormatError
 from midepoch.sources.indexed_files import IndexedFile as IndexedFile
 from midepoch.sources.indexed_files import IndexedFiles as IndexedFiles
 from midepoch.storage.cache_files import atomic_write, locked
-from midepoch.storage.damage import is_damage, refusal, retried
-
-_SUFFIX = ".midepoch-footers"
-_KEPT_SECONDS = 7 * 24 * 3600
-
-
-@dataclass(frozen=True, eq=False)
-class Footers:
-    """One footer for each file: in memory, or in a file that is mapped on first use."""
-
-    kept: tuple[bytes, ...] = ()
-    path: str | None = None
-    name: str = ""
-    """Hash of the contents, so that an index is never used with the footers of another one."""
-
-    @staticmethod
-    def of(footers: Iterable[bytes]) -> Footers:
-        kept = tuple(footers)
-        if not any(kept):  # blocks of the format need none
-            return Footers()
-        digest = hashlib.blake2b(digest_size=8)
-        for one in kept:
-            digest.update(hashlib.blake2b(one, digest_size=16).digest())
-        return Footers(kept, None, digest.hexdigest())
-
-    def __getitem__(self, number: int) -> bytes:
-        if self.path is None:
-            return self.kept[number] if self.kept else b""
-        return bytes(pa.decompress(*self._at(number), codec="zstd", asbytes=True))
-
-    def _at(self, number: int) -> tuple[bytes, int]:
-        stored = self._column[number].as_py()
-        return stored[8:], int.from_bytes(stored[:8], "little")
-
-    @cached_property
-    def _column(self) -> pa.ChunkedArray:
-        assert self.path is not None
-        try:
-            table = retried(self._table, self.path)
-        except (OSError, CorruptBlockError, pa.ArrowException) as problem:
-            if not is_damage(problem):
-                raise refusal(problem, f"{self.path} could not be read: {problem}") from None
-            raise FormatError(
-                f"{self.path} cannot be read ({problem}). Open the dataset with force_reindex=True."
-            ) from None
-        if (table.schema.metadata or {}).get(b"midepoch") != self.name.encode():
-            raise FormatError(f"{self.path} belongs to another index. Create the dataset again.")
-        return table.column(0)
-
-    def _table(self) -> pa.Table:
-        with pa.memory_map(self.path) as mapped:
-            return pa.ipc.open_file(mapped).read_all()
-
-    def save(self, index: Path) -> Footers:
-        """Save the footers beside the index, under their own name: an index in use keeps its footers."""
-        if not self.kept:
-            return self
-        path = index.with_name(f"{index.stem}.{self.name}{_SUFFIX}")
-        if not path.exists():
-            atomic_write(path, self._serialised())
-        for old in index.parent.glob(f"{index.stem}.*{_SUFFIX}"):
-            if old != path and old.stat().st_mtime < time.time() - _KEPT_SECONDS:
-                old.unlink(missing_ok=True)
-        return Footers((), str(path), self.name)
-
-    def _serialised(self) -> bytes:
-        stored = [len(one).to_bytes(8, "little") + pa.compress(one, codec="zstd", asbytes=True) for one in self.kept]
-        table = pa.table({"footer": pa.array(stored, pa.binary())}).replace_schema_metadata({"midepoch": self.name})
-        sink = pa.BufferOutputStream()
-        with pa.ipc.new_file(sink, table.schema) as writer:
-            writer.write_table(table)
-        return bytes(sink.getvalue())
-
 
 T = TypeVar("T")
 _THREADS = 16
@@ -154,6 +79,16 @@ MAPPED = "mapped"
 _log = logging.getLogger("midepoch")
 
 
+def packed(footers: Iterable[bytes]) -> pa.Array:
+    """Return footers as an array of compressed bytes. Empty if no file has one."""
+    kept = list(footers)
+    kept = kept if any(kept) else []
+    stored = [len(one).to_bytes(8, "little") + pa.compress(one, codec="zstd", asbytes=True) for one in kept]
+    ends = np.cumsum([0, *map(len, stored)], dtype=np.int64)
+    buffers = [None, pa.py_buffer(ends), pa.py_buffer(b"".join(stored))]
+    return pa.Array.from_buffers(pa.large_binary(), len(stored), buffers)  # pa.array would import pandas
+
+
 @dataclass(frozen=True, eq=False)
 class Index:
     """Blocks of some files, in order. ``offsets[b]`` is the byte offset of block b in its file, ``ends[b]`` its end.
@@ -171,11 +106,12 @@ class Index:
     nullable: frozenset[tuple[str, ...]]
     format: str
     filter: str = ""
-    footers: Footers = field(default_factory=Footers)
+    footers: pa.Array = field(default_factory=partial(packed, ()))
+    """Packed data that is needed to decode the blocks of each file, or each block of ``GROUPED`` formats."""
     row_bytes: float = 0.0
     snapshot: str = ""
     """The snapshot of a table to which the files belong: ``"delta 3"``."""
-    lookups: tuple[tuple[str, str], ...] = ()
+    lookups: str = ""
     """The lookups by which local files were chosen. Empty if files have to be chosen every time."""
     looked_up: str = ""
     """Digest of what these lookups found."""
@@ -201,11 +137,23 @@ class Index:
         blocks = np.concatenate([[0], np.cumsum(self.files.blocks)])
         low, high = int(blocks[first]), int(blocks[stop])
         starts = self.starts[low : high + 1] - self.starts[low]
-        footers = Footers.of(self.footers[number] for number in range(first, stop))
+        footers = self.footers[first:stop]
         return replace(
             self, files=self.files.part(first, stop), offsets=self.offsets[low : high + 1], starts=starts, path=None,
             ends=self.ends[low : high + 1], footers=footers, row_bytes=0.0,
         )  # fmt: skip
+
+    def footer(self, number: int) -> bytes:
+        """Return a footer. Empty if blocks of the format need none."""
+        if not len(self.footers):
+            return b""
+        stored = self.footers[number].as_py()
+        try:
+            return bytes(pa.decompress(stored[8:], int.from_bytes(stored[:8], "little"), codec="zstd", asbytes=True))
+        except (OSError, pa.ArrowException) as problem:
+            raise FormatError(
+                f"the index {self.path} is damaged ({problem}). Open the dataset with force_reindex=True."
+            ) from None
 
     @cached_property
     def schema(self) -> pa.Schema:
@@ -227,33 +175,32 @@ def _reopen(path: str, fingerprint: str) -> Index:
     return index
 
 
-def made_once(
-    path: Path,
-    what: str,
-    *,
-    force: bool,
-    recall: Callable[[], T | None],
-    make: Callable[[], T],
-    save: Callable[[T], None],
-) -> T:
-    """Return what ``recall`` reads from a path, else make it, one process at a time, and save it.
+def read_or_build(
+    path: Path, build: Callable[[], Index], *, force: bool, is_fresh: Callable[[Index], bool] = lambda _: True
+) -> Index:
+    """Return the index in a file if it is fresh, else build and save it, one process at a time. ``force``: build it.
 
-    ``force``: make it in any case. What cannot be saved is returned as it was made.
+    An index that cannot be saved is returned as it was built.
     """
-    if not force and (known := recall()) is not None:
-        return known
-    with locked(path, what) as place:
-        if not force and (known := recall()) is not None:  # another process has made it
-            return known
-        made = make()
-        if not place.keep(lambda: save(made)):
-            return made
-    return recall() or made
+
+    def read() -> Index | None:
+        index = read_index(path)
+        return index if index is not None and is_fresh(index) else None
+
+    if not force and (index := read()) is not None:
+        return index
+    with locked(path, "the index") as place:
+        if not force and (index := read()) is not None:  # another process has built it
+            return index
+        built = build()
+        if not place.keep(lambda: save(built, path)):
+            return built
+    return read() or built
 
 
 def save(index: Index, path: Path) -> None:
-    """Write an index, and its footers beside it."""
-    atomic_write(path, _serialised(replace(index, footers=index.footers.save(path))))
+    """Write an index."""
+    atomic_write(path, _serialised(index))
 
 
 def _serialised(index: Index) -> bytes:
@@ -266,18 +213,18 @@ def _serialised(index: Index) -> bytes:
         "snapshot": index.snapshot,
         "lookups": index.lookups,
         "looked_up": index.looked_up,
-        "footers": [index.footers.path and os.path.basename(index.footers.path), index.footers.name],
         "schema": base64.b64encode(index.schema_bytes).decode(),
         "nullable": sorted(map(list, index.nullable)),
-        "crc": _checksum(arrays),
+        "crc": _checksum(array.data for array in map(np.ascontiguousarray, arrays)),
     }
-    text, files = json.dumps(header).encode(), index.files.serialised()
-    metadata = {"midepoch": text, "midepoch_files": files, "midepoch_crc": str(zlib.crc32(files, zlib.crc32(text)))}
+    metadata = {"header": json.dumps(header).encode(), **index.files.serialised()}
+    metadata["crc"] = str(_checksum(metadata[name] for name in sorted(metadata))).encode()
     columns = [pa.Array.from_buffers(pa.int64(), len(a), [None, pa.py_buffer(a.tobytes())]) for a in arrays]
-    table = pa.Table.from_arrays(columns, names=["offset", "start", "end"]).replace_schema_metadata(metadata)
+    blocks = pa.RecordBatch.from_arrays(columns, names=["offset", "start", "end"]).replace_schema_metadata(metadata)
     sink = pa.BufferOutputStream()
-    with pa.ipc.new_stream(sink, table.schema) as writer:  # a file would contain the metadata twice
-        writer.write_table(table, max_chunksize=max(1, table.num_rows))
+    for batch in (blocks, pa.RecordBatch.from_arrays([index.footers], names=["footer"])):
+        with pa.ipc.new_stream(sink, batch.schema) as writer:  # a file would contain the metadata twice
+            writer.write_batch(batch)
     return bytes(sink.getvalue())
 
 
@@ -285,25 +232,21 @@ def read_index(path: Path) -> Index | None:
     """Return the index in a file, or None if it is missing, damaged or of another version."""
     try:
         with pa.memory_map(str(path)) as mapped:
-            table = pa.ipc.open_stream(mapped).read_all()
-        metadata = table.schema.metadata
-        header, stored = json.loads(metadata[b"midepoch"]), metadata[b"midepoch_files"]
+            (blocks,) = pa.ipc.open_stream(mapped)
+            (footers,) = pa.ipc.open_stream(mapped)
+        metadata = {name.decode(): value for name, value in blocks.schema.metadata.items()}
+        header = json.loads(metadata["header"])
         if header["version"] != VERSION:
             return None
-        if zlib.crc32(stored, zlib.crc32(metadata[b"midepoch"])) != int(metadata[b"midepoch_crc"]):
+        if int(metadata.pop("crc")) != _checksum(metadata[name] for name in sorted(metadata)):
             raise ValueError("its header is damaged")
         # Not Array.to_numpy: it would import pandas, which takes longer than the rest of opening a dataset.
-        offsets, starts, ends = arrays = [
-            np.frombuffer(column.chunk(0).buffers()[1], np.int64) for column in table.columns
-        ]
-        if any(len(array) != table.num_rows for array in arrays):
+        offsets, starts, ends = arrays = [np.frombuffer(column.buffers()[1], np.int64) for column in blocks.columns]
+        if any(len(array) != blocks.num_rows for array in arrays):
             raise ValueError("its arrays are truncated")
-        if _checksum(arrays) != header["crc"]:
+        if _checksum(array.data for array in arrays) != header["crc"]:
             raise ValueError("its arrays are damaged")
-        files = IndexedFiles.deserialised(stored)
-        footers, name = header["footers"]
-        if footers and not path.with_name(footers).exists():
-            raise ValueError("its footers are missing")
+        files = IndexedFiles.deserialised(metadata)
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError, IndexError, pa.ArrowException) as problem:
@@ -316,19 +259,16 @@ def read_index(path: Path) -> Index | None:
         ends,
         schema_bytes=base64.b64decode(header["schema"]),
         nullable=frozenset(map(tuple, header["nullable"])),
-        footers=Footers((), str(path.with_name(footers)) if footers else None, name),
+        footers=footers.column(0),
         format=header["format"],
         filter=header["filter"],
         row_bytes=header["row_bytes"],
         snapshot=header["snapshot"],
-        lookups=tuple((kind, place) for kind, place in header["lookups"]),
+        lookups=header["lookups"],
         looked_up=header["looked_up"],
         path=str(path),
     )
 
 
-def _checksum(arrays: Sequence[Int64Array]) -> int:
-    checksum = 0
-    for array in arrays:
-        checksum = zlib.crc32(np.ascontiguousarray(array).data, checksum)
-    return checksum
+def _checksum(parts: Iterable[bytes | memoryview]) -> int:
+    return reduce(lambda checksum, part: zlib.crc32(part, checksum), parts, 0)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple, overload
 from urllib.parse import unquote
@@ -90,7 +90,7 @@ def _typed(text: str | None, kind: pa.DataType) -> Any:
 Int64Array = npt.NDArray[np.int64]
 _END = "\0"
 _NUMBERS = ("size", "mtime_ns", "rows", "blocks")
-_TEXTS = ("fingerprint", "etag", "more")
+_TEXTS = ("path", "fingerprint", "etag", "more")
 
 
 class IndexedFile(NamedTuple):
@@ -112,29 +112,21 @@ class IndexedFile(NamedTuple):
 
 
 class IndexedFiles(Sequence[IndexedFile]):
-    """Files in order. ``names`` are their paths, joined. ``more`` holds, as JSON, properties that few files have:
-    dictionaries, partitions, unreadable lines.
+    """Files in order. The rows of ``numbers`` are sizes, times, rows and blocks. Each of ``texts`` is a column: its
+    values, joined. ``more`` holds, as JSON, properties that few files have: dictionaries, partitions, unreadable lines.
     """
 
-    def __init__(self, names: str, columns: dict[str, Any]) -> None:
-        self._names = names
-        self._texts = {name: columns[name] for name in _TEXTS}
-        self.size: Int64Array = columns["size"]
-        self.mtime_ns: Int64Array = columns["mtime_ns"]
-        self.rows: Int64Array = columns["rows"]
-        self.blocks: Int64Array = columns["blocks"]
+    def __init__(self, numbers: Int64Array, texts: dict[str, str]) -> None:
+        self._numbers, self._texts = numbers, texts
+        self.size, self.mtime_ns, self.rows, self.blocks = numbers
 
     @staticmethod
     def of(files: Iterable[IndexedFile]) -> IndexedFiles:
         """Return files as columns."""
         listed = list(files)
-        columns: dict[str, Any] = {
-            name: np.array([getattr(file, name) for file in listed], dtype=np.int64) for name in _NUMBERS
-        }
-        for name in ("fingerprint", "etag"):
-            columns[name] = [getattr(file, name) for file in listed]
-        columns["more"] = [_more(file) for file in listed]
-        return IndexedFiles(_joined([file.path for file in listed]), columns)
+        numbers = np.array([[getattr(file, name) for file in listed] for name in _NUMBERS], dtype=np.int64)
+        texts = {name: _joined([getattr(file, name) for file in listed]) for name in _TEXTS[:-1]}
+        return IndexedFiles(numbers, {**texts, "more": _joined(list(map(_more, listed)))})
 
     def __len__(self) -> int:
         return len(self.size)
@@ -146,22 +138,12 @@ class IndexedFiles(Sequence[IndexedFile]):
     def __getitem__(self, number: int | slice) -> IndexedFile | tuple[IndexedFile, ...]:
         if isinstance(number, slice):
             return tuple(self[i] for i in range(*number.indices(len(self))))
-        if not -len(self) <= number < len(self):
-            raise IndexError(f"there are {len(self)} files, not {number + 1}")
-        path = self.paths[number]
-        fingerprint, etag, more = (_text(self._texts[name][number]) for name in _TEXTS)
-        size, mtime_ns, rows, blocks = (int(getattr(self, name)[number]) for name in _NUMBERS)
-        chains, partition, broken, lines = _parsed(more)
-        return IndexedFile(path, size, mtime_ns, rows, blocks, fingerprint, chains, etag, partition, broken, lines)
+        path, fingerprint, etag, more = (column[number] for column in self._columns)
+        return _file(path, fingerprint, etag, more, *self._numbers[:, number].tolist())
 
     def __iter__(self) -> Iterator[IndexedFile]:
         """Yield all files, ten times as fast as by number."""
-        numbers = [getattr(self, name).tolist() for name in _NUMBERS]
-        texts = [_list(self._texts[name]) for name in _TEXTS]
-        columns = zip(self.paths, *numbers, *texts, strict=True)
-        for path, size, mtime_ns, rows, blocks, fingerprint, etag, more in columns:
-            chains, partition, broken, lines = _parsed(more)
-            yield IndexedFile(path, size, mtime_ns, rows, blocks, fingerprint, chains, etag, partition, broken, lines)
+        return map(_file, *self._columns, *self._numbers.tolist())
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, IndexedFiles) and list(self) == list(other)
@@ -169,103 +151,65 @@ class IndexedFiles(Sequence[IndexedFile]):
     __hash__ = None  # type: ignore[assignment]  # it is compared only in tests
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _loaded, (self.serialised(),)
+        return IndexedFiles, (self._numbers, self._texts)
 
     @cached_property
+    def _columns(self) -> list[list[str]]:
+        return [self._texts[name].split(_END)[:-1] for name in _TEXTS]
+
+    @property
     def paths(self) -> list[str]:
-        return self._names.split(_END)[:-1]
+        return self._columns[0]
 
     @property
     def with_broken_lines(self) -> list[IndexedFile]:
         """The files that have unreadable lines."""
-        if not _has_text(self._texts["more"]):
+        if not self._texts["more"].strip(_END):
             return []
-        some = [i for i, more in enumerate(_list(self._texts["more"])) if more]
-        return [file for file in map(self.__getitem__, some) if file.broken]
+        return [file for file in self if file.broken]
 
     def part(self, first: int, stop: int) -> IndexedFiles:
         """Return the files ``first`` to ``stop``, excluded."""
-        texts = {name: column[first:stop] for name, column in self._texts.items()}
-        numbers = {name: getattr(self, name)[first:stop] for name in _NUMBERS}
-        return IndexedFiles(_joined(self.paths[first:stop]), {**texts, **numbers})
+        texts = {name: _joined(column[first:stop]) for name, column in zip(_TEXTS, self._columns, strict=True)}
+        return IndexedFiles(self._numbers[:, first:stop], texts)
 
     def are(self, entries: Sequence[Entry]) -> bool:
         """Return True if these are the entries of a listing, unchanged. ETags are compared where a listing has them."""
         paths, sizes, times, etags = zip(*entries, strict=True) if entries else ((), (), (), ())
-        if len(entries) != len(self) or self._names != _joined(paths):
+        if len(entries) != len(self) or self._texts["path"] != _joined(paths):
             return False
-        if any(etags) and list(etags) != _list(self._texts["etag"]):
+        if any(etags) and self._texts["etag"] != _joined(etags):
             return False
-        return bool((np.array(sizes) == self.size).all() and (np.array(times) == self.mtime_ns).all())
+        return bool((np.array([sizes, times]) == self._numbers[:2]).all())
 
     def described(self) -> Iterator[str]:
         """Yield the fingerprint, the rows and the partition of each file."""
-        columns = (_list(self._texts["fingerprint"]), self.rows.tolist(), _list(self._texts["more"]))
-        for fingerprint, rows, more in zip(*columns, strict=True):
+        _, fingerprints, _, mores = self._columns
+        for fingerprint, rows, more in zip(fingerprints, self.rows.tolist(), mores, strict=True):
             partition = _parsed(more)[1]
             yield f"{fingerprint} {rows}{f' {partition}' if partition else ''}\n"
 
-    def serialised(self) -> bytes:
-        """Return the files as an Arrow stream."""
-        arrays = [_strings(self._texts[name]) for name in _TEXTS]
-        arrays += [
-            pa.Array.from_buffers(
-                pa.int64(), len(self), [None, pa.py_buffer(np.ascontiguousarray(getattr(self, name)))]
-            )
-            for name in _NUMBERS
-        ]
-        names = self._names.encode("utf-8", "surrogateescape")
-        schema = pa.schema([(name, array.type) for name, array in zip([*_TEXTS, *_NUMBERS], arrays, strict=True)])
-        batch = pa.RecordBatch.from_arrays(arrays, schema=schema.with_metadata({"paths": names}))
-        sink = pa.BufferOutputStream()
-        with pa.ipc.new_stream(sink, batch.schema) as writer:
-            writer.write_batch(batch)
-        return bytes(sink.getvalue())
+    def serialised(self) -> dict[str, bytes]:
+        """Return the columns as bytes, by name."""
+        texts = {name: text.encode("utf-8", "surrogateescape") for name, text in self._texts.items()}
+        return {**texts, "numbers": self._numbers.tobytes()}
 
     @staticmethod
-    def deserialised(data: bytes) -> IndexedFiles:
-        """Return files from an Arrow stream. Raise ``pa.ArrowException``, KeyError or ValueError if it is damaged."""
-        batch = pa.ipc.open_stream(pa.py_buffer(data)).read_next_batch()
-        names = batch.schema.metadata[b"paths"].decode("utf-8", "surrogateescape")
-        columns: dict[str, Any] = {name: batch.column(name) for name in _TEXTS}
-        for name in _NUMBERS:  # not Array.to_numpy, which would import pandas
-            columns[name] = np.frombuffer(batch.column(name).buffers()[1], np.int64, batch.num_rows)
-        return IndexedFiles(names, columns)
+    def deserialised(data: Mapping[str, bytes]) -> IndexedFiles:
+        """Return files from ``serialised``. Raise KeyError or ValueError if it is damaged."""
+        numbers = np.frombuffer(data["numbers"], np.int64).reshape(len(_NUMBERS), -1)
+        return IndexedFiles(numbers, {name: data[name].decode("utf-8", "surrogateescape") for name in _TEXTS})
 
 
-def _joined(paths: Sequence[str]) -> str:
-    return _END.join((*paths, ""))
+def _joined(texts: Sequence[str]) -> str:
+    return _END.join((*texts, ""))
 
 
-def _loaded(data: bytes) -> IndexedFiles:
-    return IndexedFiles.deserialised(data)
-
-
-def _strings(column: Any) -> pa.Array:
-    """Return an Arrow array of bytes. ``pa.array`` would import pandas."""
-    if isinstance(column, pa.Array):
-        return column
-    encoded = [text.encode() for text in column]
-    offsets = np.cumsum([0, *map(len, encoded)], dtype=np.int64)
-    buffers = [None, pa.py_buffer(offsets), pa.py_buffer(b"".join(encoded))]
-    return pa.Array.from_buffers(pa.large_binary(), len(encoded), buffers)
-
-
-def _list(column: Any) -> list[str]:
-    if not isinstance(column, pa.Array):
-        return list(column)
-    return [text.decode() for text in column.to_pylist()]
-
-
-def _has_text(column: Any) -> bool:
-    if not isinstance(column, pa.Array):
-        return any(column)
-    data = column.buffers()[2]
-    return data is not None and data.size > 0
-
-
-def _text(value: Any) -> str:
-    return value if isinstance(value, str) else str(value.as_py().decode())
+def _file(
+    path: str, fingerprint: str, etag: str, more: str, size: int, mtime_ns: int, rows: int, blocks: int
+) -> IndexedFile:
+    chains, partition, broken, lines = _parsed(more)
+    return IndexedFile(path, size, mtime_ns, rows, blocks, fingerprint, chains, etag, partition, broken, lines)
 
 
 def _more(file: IndexedFile) -> str:

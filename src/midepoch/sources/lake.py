@@ -22,8 +22,8 @@ import pyarrow.fs as fs
 
 from midepoch._internal.progress import Progress
 from midepoch.errors import CorruptBlockError, DataNotFoundError, DifferentSchemasError
-from midepoch.sources.decode import decoder, partition_expression
-from midepoch.sources.dictionaries import holds_dictionary
+from midepoch.sources.decode import decoded, partition_expression
+from midepoch.sources.dictionaries import holds, holds_dictionary
 from midepoch.sources.files import DataFiles
 from midepoch.sources.filters import Filter, comparable
 from midepoch.sources.fingerprints import SKIPPED
@@ -31,13 +31,13 @@ from midepoch.sources.folders import Listing
 from midepoch.sources.formats import GROUPED, Block, Member, Scanned, format_named
 from midepoch.sources.index import (
     MAPPED,
-    Footers,
     Index,
     IndexedFile,
     IndexedFiles,
     for_all,
-    made_once,
+    packed,
     read_index,
+    read_or_build,
     save,
 )
 from midepoch.sources.indexed_files import Values, below, hive_values
@@ -156,27 +156,19 @@ def _checked(request: Request, path: Path, index: Index | None, force: bool, pro
             "last is at %s", store.name(request.paths[0]), earlier,
         )  # fmt: skip
     lookups = request.lookups
-    if found.warned or any(kind == "walked" and _is_below(path.parent, folder) for kind, folder in lookups.made):
+    if found.warned or any(_is_below(path.parent, folder) for folder in lookups.folders):
         lookups = Lookups(store)  # every opening repeats the warning; and an index in the folder changes the folder
 
-    def recall() -> Index | None:
-        index = read_index(path)
-        return index if index is not None and _fresh(index, found) else None
+    def with_lookups(index: Index) -> Index:
+        return replace(index, lookups=lookups.made, looked_up=lookups.digest)
 
-    def sealed(index: Index) -> Index:
-        return replace(index, lookups=tuple(lookups.made), looked_up=lookups.digest)
+    def build() -> Index:
+        return with_lookups(_build(request, found, progress))
 
-    index = made_once(
-        path,
-        "the index",
-        force=force,
-        recall=recall,
-        make=lambda: sealed(_build(request, found, progress)),
-        save=partial(save, path=path),
-    )
+    index = read_or_build(path, build, force=force, is_fresh=lambda index: _fresh(index, found))
     if index.path is not None and lookups.made and index.looked_up != lookups.digest:
         with suppress(OSError):
-            save(sealed(index), path)
+            save(with_lookups(index), path)
     return index
 
 
@@ -286,9 +278,9 @@ def indexed(of: Files, chosen: Filter | None, *, skip_damage: bool, report: Prog
     rows = [of_file[i] for of_file, mine in zip(counts, kept, strict=True) for i in mine]
     starts = np.concatenate([[0], np.cumsum(np.array(rows, dtype=np.int64))]).astype(np.int64)
     if of.format in GROUPED:
-        footers = Footers.of(scan.footers[i] for scan, i in pairs)
+        footers = packed(scan.footers[i] for scan, i in pairs)
     else:
-        footers = Footers.of([*(b"" for _ in of.manifests), *(scan.footer for scan in scans)])
+        footers = packed([*(b"" for _ in of.manifests), *(scan.footer for scan in scans)])
     return Index(
         files,
         np.array([scan.offsets[i] for scan, i in pairs] + [0], dtype=np.int64),
@@ -328,10 +320,6 @@ def _quiet(done: int, total: int) -> None:
     """Show no progress."""
 
 
-def _holds_floats(kind: pa.DataType) -> bool:
-    return pa.types.is_floating(kind) or any(_holds_floats(kind.field(i).type) for i in range(kind.num_fields))
-
-
 class _Counter:
     """Counter of the rows of each block that pass a filter. It reads only the columns of the filter."""
 
@@ -340,18 +328,18 @@ class _Counter:
         self._columns, self._skip_damage = chosen.columns(schema), skip_damage
         types = [schema.field(name).type for name in self._columns]
         uuids = any(isinstance(kind, pa.UuidType) for kind in types)  # whose statistics pyarrow does not compare
-        self._prunes = not uuids and (chosen.never_nan or not any(map(_holds_floats, types)))
+        self._prunes = not uuids and (chosen.never_nan or not any(holds(kind, pa.types.is_floating) for kind in types))
 
     def count(self, file: tuple[Entry, Scanned, Values]) -> list[int]:
         entry, scan, values = file
-        return [self._one(entry, scan, values, i) for i in range(len(scan.rows))]
-
-    def _one(self, entry: Entry, scan: Scanned, values: Values, i: int) -> int:
-        block = Block(entry, scan.offsets[i], scan.end(i), scan.footer_of(i), scan.dictionaries)
         known = partition_expression(values)
+        return [self._passing(entry, scan, values, known, i) for i in range(len(scan.rows))]
+
+    def _passing(self, entry: Entry, scan: Scanned, values: Values, known: Any, i: int) -> int:
+        block = Block(entry, scan.offsets[i], scan.end(i), scan.footer_of(i), scan.dictionaries)
         if self._prunes and self._form.excluded(block, self._filter.expression, self._schema, known, self._columns):
             return 0
-        decode = decoder(self._store, self._form, block, values, self._schema, self._columns, scan.rows[i])
+        decode = partial(decoded, self._store, self._form, block, values, self._schema, self._columns, scan.rows[i])
         try:
             table = self._store.persist(entry.path, "read", decode)
         except CorruptBlockError as problem:

@@ -7,7 +7,7 @@ import hashlib
 import os
 import re
 import stat
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import product, repeat
 
@@ -134,39 +134,49 @@ class Lookups:
 
     def __init__(self, store: Store) -> None:
         self.store = store
-        self.made: list[tuple[str, str]] = []
-        self._digest = hashlib.blake2b(__version__.encode(), digest_size=16)  # another version may choose other files
+        self.folders: list[str] = []
+        """The folders that were walked."""
+        self._made: list[str] = []
+        self._found = [__version__]  # another version may choose other files
 
     @property
     def digest(self) -> str:
         """Digest of everything that was found."""
-        return self._digest.hexdigest()
+        text = "\0".join(self._found)
+        return hashlib.blake2b(text.encode("utf-8", "surrogateescape"), digest_size=16).hexdigest()
 
-    def repeat(self, lookups: Iterable[tuple[str, str]]) -> str:
+    @property
+    def made(self) -> str:
+        """The kinds and paths of all lookups, joined."""
+        return "\0".join(self._made)
+
+    def repeat(self, made: str) -> str:
         """Make the same lookups as another time, and return the digest of what is found."""
         kinds = {"stat": self.stat, "is_folder": self.is_folder, "walked": self._walked, "part": self.refuse_part}
-        for kind, path in lookups:
-            kinds[kind](path)
+        parts = iter(made.split("\0"))
+        for kind in parts:
+            kinds[kind](next(parts))
         return self.digest
 
     def _record(self, kind: str, path: str, *found: str) -> None:
         if self.store.local:
-            self.made.append((kind, path))
-            self._digest.update("\0".join((kind, path, *found, "")).encode("utf-8", "surrogateescape"))
+            self._made += (kind, path)
+            self._found += (kind, path, *found)
 
     def stat(self, path: str) -> Entry | None:
         """Return the entry of a file, or None if the path is not a file."""
         if self.store.local:
-            return self.stat_all([path]).get(path)
+            entry = _local_entry(path)
+            self._record("stat", path, str(entry and entry[1:]))
+            return entry
         globs = GLOB.search(path) is not None and "[" not in path  # a key may contain a bracket
         return None if path.endswith("/") or globs else self.store.stat(path)
 
     def stat_all(self, paths: Sequence[str]) -> dict[str, Entry]:
         """Return those of the files that exist."""
-        found = stat_all(self.store, paths)
-        for path in paths:
-            self._record("stat", path, str(found[path][1:3] if path in found else None))
-        return found
+        if self.store.local:
+            return {path: entry for path in paths if (entry := self.stat(path)) is not None}
+        return stat_all(self.store, paths)
 
     def is_folder(self, path: str) -> bool:
         found = self.store.is_folder(path)
@@ -182,6 +192,7 @@ class Lookups:
 
     def _walked(self, folder: str) -> tuple[list[str], list[int], list[int]]:
         folders: list[str] = []
+        self.folders.append(folder)
         paths, sizes, times = walked(folder, folders)
         self._record("walked", folder, *folders, str(len(paths)), *paths, str(sizes), str(times))
         return paths, sizes, times
@@ -273,28 +284,33 @@ def walked(folder: str, visited: list[str]) -> tuple[list[str], list[int], list[
 
 
 def all_visible(found: list[Entry], root: str) -> list[Entry]:
-    """Return the visible files. Usually all files are visible, and one search confirms it."""
+    """Return the files that are not hidden, not markers (``_SUCCESS``, ``.crc``) and not in hidden folders.
+
+    Usually these are all files, and one search confirms it.
+    """
     start = len(root)
     names = "\n".join(["/" + entry[0][start:] for entry in found]) + "\n"
     if not any(sign in names for sign in ("/.", "/_", ".crc\n")):
         return found
-    return [entry for entry in found if is_visible(entry.path, root)]
+    return [entry for entry in found if _is_visible(entry.path[start:])]
 
 
-def is_visible(path: str, root: str) -> bool:
-    """Return False for hidden files, markers (``_SUCCESS``, ``.crc``) and files in hidden folders.
-
-    A folder like ``_year=2024`` is a partition, not hidden.
-    """
-    inner = path[len(root) :].strip("/")
-    if inner.endswith(".crc"):
-        return False
-    if not inner.startswith((".", "_")) and "/." not in inner and "/_" not in inner:
-        return True
-    *folders, name = inner.split("/")
-    return not name.startswith((".", "_")) and not any(
+def _is_visible(path: str) -> bool:
+    """Return False for a hidden file or marker. A folder like ``_year=2024`` is a partition, not hidden."""
+    *folders, name = path.strip("/").split("/")
+    return not (name.startswith((".", "_")) or name.endswith(".crc")) and not any(
         part.startswith(".") or (part.startswith("_") and "=" not in part) for part in folders
     )
+
+
+def beginning(store: Store, entry: Entry, size: int | None = None) -> bytes:
+    """Return the first bytes of a file, or all of them."""
+
+    def read() -> bytes:
+        with store.open(entry) as file:
+            return file.read_at(file.size if size is None else min(size, file.size), 0)
+
+    return store.persist(entry.path, "read", read)
 
 
 def translated(pattern: str) -> str:

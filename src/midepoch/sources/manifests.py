@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from midepoch.errors import DataNotFoundError, FormatError
-from midepoch.sources.listing import Lookups
+from midepoch.sources.listing import Lookups, beginning
 from midepoch.storage.open_files import Entry
 from midepoch.storage.stores import Store
 
@@ -36,12 +36,7 @@ def manifest_format(store: Store, entry: Entry) -> str | None:
 
     None for any other JSON file. Both packages write their keys in order, so that the first bytes suffice.
     """
-
-    def head() -> bytes:
-        with store.open(entry) as file:
-            return file.read_at(min(_HEAD, file.size), 0)
-
-    start = store.persist(entry.path, "read", head)
+    start = beginning(store, entry, _HEAD)
     if (match := _BEGINNING.match(start)) is not None:
         return "parquet" if _PARQUET.search(start) else _KEYS[match[1].decode()]
     try:
@@ -60,11 +55,7 @@ def read_manifest(store: Store, entry: Entry) -> dict[str, Any]:
 
 
 def _parsed(store: Store, entry: Entry) -> dict[str, Any]:
-    def read() -> bytes:
-        with store.open(entry) as file:
-            return file.read_at(file.size, 0)
-
-    contents = json.loads(store.persist(entry.path, "read", read))
+    contents = json.loads(beginning(store, entry))
     if not isinstance(contents, dict):
         raise ValueError("it is not a JSON object")
     return contents

@@ -22,7 +22,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from midepoch.errors import FormatError
-from midepoch.sources.decode import decoder
+from midepoch.sources.decode import decoded
 from midepoch.sources.fingerprints import fingerprint, spaced
 from midepoch.sources.folders import Listing, is_metadata
 from midepoch.sources.formats import Block, Scanned, format_named
@@ -95,7 +95,7 @@ def _tables(store: Store, described: Sequence[Entry], digest: Any, skip_damage: 
         digest.update(scan.fingerprint.encode())
         blocks = [Block(entry, scan.offsets[i], scan.end(i), scan.footer_of(i)) for i in range(len(scan.rows))]
         read = [
-            store.persist(entry.path, "read", decoder(store, form, block, (), schema, schema.names, rows))
+            store.persist(entry.path, "read", partial(decoded, store, form, block, (), schema, schema.names, rows))
             for block, rows in zip(blocks, scan.rows, strict=True)
         ]
         tables.append(pa.concat_tables(read) if read else schema.empty_table())
@@ -132,25 +132,20 @@ class _Files:
     def resolved(self, metadata: Entry, table: pa.Table, columns: Sequence[str]) -> tuple[pa.Table, Any]:
         """Return the table with files in place of their names, and the bytes of the files of each row."""
         folder = posixpath.dirname(metadata.path)
-        values = {name: table.column(name).to_pylist() for name in columns}
         found = {
-            name: [self._row(metadata, folder, i, value) for i, value in enumerate(each)]
-            for name, each in values.items()
+            name: [self._row(metadata, folder, i, value) for i, value in enumerate(table.column(name).to_pylist())]
+            for name in columns
         }
         kept = [i for i in range(table.num_rows) if all(each[i] is not False for each in found.values())]
-        sizes = np.zeros(len(kept), np.int64)
         table = table.take(pa.array(kept, pa.int64()))
         for name, each in found.items():
-            rows = [each[i] for i in kept]
-            sizes += np.array([sum(file[0].size for file in _flat(row)) for row in rows], np.int64)
-            place = table.schema.get_field_index(name)
-            is_list = pa.types.is_list(table.schema.field(name).type)
-            table = table.set_column(place, name, _lists(rows) if is_list else _structs(rows))
-        for i in kept:
-            for each in found.values():
-                self.used += [file[0] for file in _flat(each[i])]
-                self.names += [file[1] for file in _flat(each[i])]
-        return table, sizes
+            place, is_list = table.schema.get_field_index(name), pa.types.is_list(table.schema.field(name).type)
+            values = [_located(each[i]) for i in kept]
+            table = table.set_column(place, name, pa.array(values, pa.list_(LOCATED) if is_list else LOCATED))
+        rows = [[file for each in found.values() for file in _flat(each[i])] for i in kept]
+        self.used += [entry for files in rows for entry, _ in files]
+        self.names += [name for files in rows for _, name in files]
+        return table, np.array([sum(entry.size for entry, _ in files) for files in rows], np.int64)
 
     def _row(self, metadata: Entry, folder: str, row: int, value: Any) -> Any:
         """Return the file, or the list of files, that a row names. None for a null, False for a missing file."""
@@ -186,21 +181,14 @@ def _flat(row: Any) -> Iterable[tuple[Entry, str]]:
     return [file for file in row if file is not None] if isinstance(row, list) else [row]
 
 
-def _structs(rows: Sequence[Any]) -> pa.StructArray:
-    blank = (Entry("", 0, 0), "")
-    files = [blank if row is None else row for row in rows]
-    array = located([entry for entry, _ in files], [name for _, name in files])
-    if not any(row is None for row in rows):
-        return array
-    values = [None if row is None else value for row, value in zip(rows, array.to_pylist(), strict=True)]
-    return pa.array(values, LOCATED)
-
-
-def _lists(rows: Sequence[Any]) -> pa.ListArray:
-    flat = _structs([file for row in rows for file in row or []])
-    offsets = np.cumsum([0, *(len(row or []) for row in rows)]).astype(np.int32)
-    mask = pa.array([row is None for row in rows], pa.bool_())
-    return pa.ListArray.from_arrays(pa.array(offsets), flat, mask=mask)
+def _located(row: Any) -> Any:
+    """Return the value of a file, or of a list of files."""
+    if isinstance(row, list):
+        return [_located(file) for file in row]
+    if row is None:
+        return None
+    entry, name = row
+    return {"path": entry.path, "name": name, "size": entry.size, "mtime_ns": entry.mtime_ns}
 
 
 BLOCK_BYTES = 4 << 20

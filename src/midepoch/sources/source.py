@@ -18,10 +18,11 @@ import pyarrow.fs as fs
 from midepoch.errors import CorruptBlockError, DataNotFoundError, FormatError
 from midepoch.order import SourceLayout
 from midepoch.order.shuffle import DEFAULT_WINDOW
-from midepoch.sources.decode import decoder
+from midepoch.sources.decode import decoded
 from midepoch.sources.filters import Filter
 from midepoch.sources.fingerprints import SKIPPED
-from midepoch.sources.formats import GROUPED, Block, InPlace, Scratch, format_named
+from midepoch.sources.formats import GROUPED, Block, InPlace, format_named
+from midepoch.sources.formats import CacheSpec as CacheSpec
 from midepoch.sources.index import MAPPED, Index, IndexedFile, IndexedFiles
 from midepoch.sources.table_folders import expired
 from midepoch.storage.damage import DamageError, is_damage, refusal
@@ -45,15 +46,6 @@ _WINDOW_BYTES = 256 << 20
 _WINDOW_SHARE = 0.35  # of the cache
 _MOST_BLOCKS = 4096
 """Number of small blocks up to which all rows are shuffled together."""
-
-
-@dataclass(frozen=True)
-class CacheSpec:
-    """Folder of decoded blocks, and its limit in bytes. ``chosen``: the user named the folder."""
-
-    folder: str
-    limit: int
-    chosen: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -206,7 +198,7 @@ class Source:
         if self.indexes[0].filter:
             return None
         block = int(self.layout.block_starts.searchsorted(row, side="right")) - 1
-        return name_of(self.indexes[0].footers[block], row - int(self.layout.block_starts[block]))
+        return name_of(self.indexes[0].footer(block), row - int(self.layout.block_starts[block]))
 
     def file_of(self, row: int) -> IndexedFile:
         """Return the file of a source row."""
@@ -227,30 +219,21 @@ class Source:
         entry = Entry(file.path, file.size, file.mtime_ns, file.etag)
         grouped = index.format in GROUPED
         end = int(index.ends[number])
-        scratch = Scratch(self.access.cache.folder, self.access.cache.limit)
         block = Block(
             entry,
             int(index.offsets[number]),
             None if end < 0 else end,
-            index.footers[number if grouped else of_file],
+            index.footer(number if grouped else of_file),
             file.dictionaries,
-            scratch,
+            self.access.cache,
         )
         rows = int(index.starts[number + 1] - index.starts[number])
         read = [*columns, *(name for name in self._filter_columns if name not in columns)]
-        decode = decoder(
-            store,
-            format_named(index.format),
-            block,
-            file.partition,
-            self.schema,
-            read,
-            rows if chosen is None else None,
-        )
+        form, expected = format_named(index.format), rows if chosen is None else None
 
         def checked() -> pa.Table:
             try:
-                return decode()
+                return decoded(store, form, block, file.partition, self.schema, read, expected)
             except MemoryError as problem:
                 if not is_damage(problem, entry.size):
                     raise

@@ -8,7 +8,7 @@ from __future__ import annotations
 from functools import lru_cache
 from importlib import import_module
 
-from midepoch.sources.formats.base import Block, Format, InPlace, Member, Scanned, Scratch
+from midepoch.sources.formats.base import Block, CacheSpec, Format, InPlace, Member, Scanned
 
 _MODULES = {
     "arrow": ("ipc", "ArrowFormat"),
@@ -41,4 +41,4 @@ def format_named(name: str) -> Format:
     return format_
 
 
-__all__ = ["GROUPED", "Block", "Format", "InPlace", "Member", "Scanned", "Scratch", "format_named"]
+__all__ = ["GROUPED", "Block", "CacheSpec", "Format", "InPlace", "Member", "Scanned", "format_named"]

@@ -58,11 +58,15 @@ class Scanned:
 
 
 @dataclass(frozen=True)
-class Scratch:
-    """Folder for decompressed contents of files, and its limit in bytes. By default, the cache folder."""
+class CacheSpec:
+    """Folder of decoded blocks and decompressed files (by default, the cache folder), and its limit in bytes.
+
+    ``chosen``: the user named the folder.
+    """
 
     folder: str = ""
     limit: int = 4 << 30
+    chosen: bool = False
 
 
 @dataclass(frozen=True)
@@ -74,7 +78,7 @@ class Block:
     end: int | None
     footer: bytes = b""
     dictionaries: Chains = ()
-    scratch: Scratch = Scratch()
+    scratch: CacheSpec = CacheSpec()
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from typing import IO, Any
 
 import pyarrow as pa
 
-from midepoch.sources.formats.base import Block, Scratch
+from midepoch.sources.formats.base import Block, CacheSpec
 from midepoch.sources.names import COMPRESSIONS
 from midepoch.storage.cache_files import default_index_dir, make_private
 from midepoch.storage.open_files import Entry
@@ -78,7 +78,7 @@ def decompressed(store: Store, block: Block) -> bytes:
 class _Decompressed:
     """Requested contents of one file. As much of its beginning as fits is kept in a file."""
 
-    def __init__(self, store: Store, entry: Entry, scratch: Scratch) -> None:
+    def __init__(self, store: Store, entry: Entry, scratch: CacheSpec) -> None:
         self._store, self._entry, self.limit = store, entry, scratch.limit
         self._lock = threading.Lock()
         self._raw: OpenFile | None = None

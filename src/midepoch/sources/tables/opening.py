@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import pyarrow as pa
 
@@ -20,12 +19,12 @@ from midepoch.errors import DataNotFoundError
 from midepoch.sources.dictionaries import has_large_text
 from midepoch.sources.filters import Filter
 from midepoch.sources.formats import Scanned
+from midepoch.sources.formats.lance_rows import reader_options
 from midepoch.sources.formats.table_parquet import SnapshotFile, TableFormat, plain
-from midepoch.sources.index import Index, for_all, made_once, read_index, save
+from midepoch.sources.index import Index, for_all, read_or_build
 from midepoch.sources.lake import Files, indexed
 from midepoch.sources.table_folders import expired
-from midepoch.storage.address import Address
-from midepoch.storage.addresses import native_options, s3_options
+from midepoch.storage.addresses import s3_options
 from midepoch.storage.cache_files import default_index_dir
 from midepoch.storage.open_files import Entry
 from midepoch.storage.stores import Store
@@ -40,12 +39,6 @@ _NAMES = {
     "secret_access_key": "secret_key",
 }
 _DROPPED = ("allow_http", "aws_allow_http", "aws_s3_allow_unsafe_rename", "aws_conditional_put", "conditional_put")
-_GIVEN = {
-    "access_key": "aws_access_key_id",
-    "secret_key": "aws_secret_access_key",
-    "session_token": "aws_session_token",
-    "region": "aws_region",
-}
 
 
 def store_options(uri: str, options: Mapping[str, Any] | None) -> dict[str, Any] | None:
@@ -61,23 +54,13 @@ def store_options(uri: str, options: Mapping[str, Any] | None) -> dict[str, Any]
     return kept
 
 
-def reader_options(uri: str, options: Mapping[str, Any] | None) -> tuple[str, dict[str, str]]:
-    """Return the address without credentials, and the options of ``deltalake`` and ``lance`` to read it."""
-    address = Address(uri)
-    if "://" not in uri or not uri.startswith("s3://"):
-        return uri, {name: str(value) for name, value in (options or {}).items()}
-    inner, own = native_options(address.links[0])
-    found = s3_options({**own, **(store_options(uri, options) or {})})
-    given = {name: str(found[old]) for old, name in _GIVEN.items() if found.get(old)}
-    if endpoint := found.get("endpoint_override"):
-        scheme = found.get("scheme", "https")
-        given |= {"aws_endpoint": f"{scheme}://{endpoint}"}
-        given |= {"aws_allow_http": "true"} if scheme == "http" else {}
-    if found.get("anonymous"):
-        given["aws_skip_signature"] = "true"
-    if found.get("force_virtual_addressing"):
-        given["aws_virtual_hosted_style_request"] = "true"
-    return f"s3://{inner}", given
+def reader_of(store: Store, path: str, address: str, options: Mapping[str, Any] | None) -> tuple[str, dict[str, str]]:
+    """Return the address of a table without credentials, and the options of ``deltalake`` to read it."""
+    if store.local:
+        return path, {}
+    if not address.startswith("s3://"):
+        return address, {name: str(value) for name, value in (options or {}).items()}
+    return f"s3://{path}", reader_options(store)
 
 
 _ICEBERG = {
@@ -116,35 +99,39 @@ class TableFile(NamedTuple):
     contents: SnapshotFile
 
 
-@dataclass(frozen=True, eq=False)
-class TableRequest:
-    """A snapshot to open. ``key`` identifies it without secrets; ``scan`` finds and scans its files when needed."""
+class TableAt(Protocol):
+    """A table at a snapshot, which never changes."""
 
-    store: Store
-    key: tuple[str, ...]
-    filter: Filter | None
-    skip_damage: bool
-    scan: Callable[[Progress], Files]
+    @property
+    def store(self) -> Store: ...
 
-    def index_path(self, index_dir: Path | None) -> Path:
-        """Return the path of the index file."""
-        chosen = [self.filter.text, self.filter.digest] if self.filter else []
-        parts = ["table", self.store.identity, *self.key, str(self.skip_damage), *chosen]
-        name = hashlib.blake2b("\0".join(parts).encode(), digest_size=16).hexdigest()
-        return (index_dir or default_index_dir()) / f"{name}.midepoch-index"
+    @property
+    def key(self) -> tuple[str, ...]:
+        """Identity of the snapshot, without secrets."""
+
+    def scan(self, progress: Progress) -> Files:
+        """Find and scan the files of the snapshot."""
 
 
-def open_table(request: TableRequest, *, index_dir: Path | None, force: bool, progress: Progress) -> Index:
+def open_table(
+    table: TableAt,
+    chosen: Filter | None,
+    *,
+    skip_damage: bool,
+    index_dir: Path | None,
+    force: bool,
+    progress: Progress,
+) -> Index:
     """Return the index of a snapshot: read, or built by one process at a time and saved."""
-    path = request.index_path(index_dir)
+    parts = ["table", table.store.identity, *table.key, str(skip_damage)]
+    parts += [chosen.text, chosen.digest] if chosen else []
+    name = hashlib.blake2b("\0".join(parts).encode(), digest_size=16).hexdigest()
+    path = (index_dir or default_index_dir()) / f"{name}.midepoch-index"
 
     def build() -> Index:
-        return indexed(request.scan(progress), request.filter, skip_damage=request.skip_damage, report=progress)
+        return indexed(table.scan(progress), chosen, skip_damage=skip_damage, report=progress)
 
-    def write(index: Index) -> None:
-        save(index, path)
-
-    return made_once(path, "the index", force=force, recall=lambda: read_index(path), make=build, save=write)
+    return read_or_build(path, build, force=force)
 
 
 def scanned_files(
