@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
-from midepoch.errors import DataNotFoundError, FormatError
+from midepoch.errors import DataNotFoundError, FormatError, MidepochError
 from midepoch.storage.stores import Store
 
 _MARKS = (
@@ -104,6 +105,23 @@ def _has_log(folder: str) -> bool:
             return any(_VERSION.match(entry.name) for entry in entries)
     except (FileNotFoundError, NotADirectoryError):
         return False
+
+
+@contextmanager
+def refusals(clean: Callable[[str], str], failure: Callable[[BaseException, str], MidepochError]) -> Iterator[None]:
+    """Convert errors of a library that reads tables to those of this package. ``failure`` returns the error for one of
+    the library, and its text without credentials, which ``clean`` removes.
+    """
+    try:
+        yield
+        return
+    except MidepochError:
+        raise
+    except BaseException as problem:
+        if not isinstance(problem, Exception) and type(problem).__name__ != "PanicException":  # of lance
+            raise
+        converted = failure(problem, clean(str(problem)))
+    raise converted from None  # outside of the handler: a chained error would be shown with its credentials
 
 
 def expired(name: str) -> DataNotFoundError:

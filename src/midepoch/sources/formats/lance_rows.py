@@ -9,8 +9,8 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from functools import lru_cache
 from typing import Any
 
@@ -19,7 +19,7 @@ import pyarrow as pa
 from midepoch.errors import CorruptBlockError, FetchError, MidepochError
 from midepoch.sources.dictionaries import plain_type
 from midepoch.sources.formats.base import Block, Format, table_of
-from midepoch.sources.table_folders import expired
+from midepoch.sources.table_folders import expired, refusals
 from midepoch.storage.fsspec_files import options_of
 from midepoch.storage.stores import Store
 
@@ -49,7 +49,7 @@ def lance_table(store: Store, path: str, version: int, manifest: str) -> Any:
 
 
 def reader_options(store: Store) -> dict[str, str]:
-    """Return the options of a store under the names of ``lance``."""
+    """Return the options of a store under the names of ``lance`` and ``deltalake``."""
     if store.local or store.given.type_name != "s3":
         return {}
     options = options_of(store.given)
@@ -70,25 +70,17 @@ def _table(uri: str, version: int, manifest: str, options: tuple[tuple[str, str]
     return lance_package().dataset(uri, version=version, storage_options=dict(options) or None)
 
 
-@contextmanager
-def refusals(store: Store, name: str) -> Iterator[None]:
-    """Convert errors of ``lance`` to those of this package, without credentials."""
-    try:
-        yield
-        return
-    except MidepochError:
-        raise
-    except BaseException as problem:
-        if not isinstance(problem, Exception) and type(problem).__name__ != "PanicException":
-            raise
-        text = store.secrets.clean(str(problem))
+def refusing(store: Store, name: str) -> AbstractContextManager[None]:
+    """Return a context that converts errors of ``lance``."""
+
+    def failure(_problem: BaseException, text: str) -> MidepochError:
         if _GONE.search(text):
-            failure: Exception = expired(name)
-        elif not store.local and _NETWORK.search(text):
-            failure = FetchError(f"{name} could not be read: {text}")
-        else:
-            failure = CorruptBlockError(f"{name} cannot be read: {text}")
-    raise failure from None  # a chained error would be shown with its credentials
+            return expired(name)
+        if not store.local and _NETWORK.search(text):
+            return FetchError(f"{name} could not be read: {text}")
+        return CorruptBlockError(f"{name} cannot be read: {text}")
+
+    return refusals(store.secrets.clean, failure)
 
 
 def plain_field(field: pa.Field) -> pa.Field:
@@ -113,7 +105,7 @@ class LanceFormat(Format):
         about = json.loads(block.footer)
         assert block.end is not None
         name = f"fragment {about['fragment']} of {store.name(about['table'])}"
-        with refusals(store, name):
+        with refusing(store, name):
             fragment = lance_table(store, about["table"], about["version"], about["manifest"]).get_fragment(
                 about["fragment"]
             )

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
@@ -22,6 +23,7 @@ from midepoch._internal.progress import Progress
 from midepoch.errors import DataNotFoundError, FetchError, FormatError, MidepochError
 from midepoch.sources.formats.table_parquet import SnapshotFile, described
 from midepoch.sources.lake import Files
+from midepoch.sources.table_folders import refusals
 from midepoch.sources.tables.opening import TableFile, scanned_files
 from midepoch.storage.open_files import Entry
 from midepoch.storage.stores import Store
@@ -77,16 +79,10 @@ class DeltaTableAt:
 
     def scan(self, progress: Progress) -> Files:
         """Scan the files of this version."""
-        table = _open(self.store, self.name, self.uri, self.options, self.version)
-        try:
+        with _refusing(self.store, self.name):
+            table = _open(self.store, self.name, self.uri, self.options, self.version)
             schema, files = _contents(table, self.store, self.path, self.name)
-        except MidepochError:
-            raise
-        except Exception as problem:
-            failure = _failure(self.store, self.name, problem)
-        else:
-            return scanned_files(self.store, self.name, f"delta {self.version}", schema, files, progress)
-        raise failure
+        return scanned_files(self.store, self.name, f"delta {self.version}", schema, files, progress)
 
 
 def find_version(store: Store, path: str, uri: str, options: Mapping[str, str], version: Version) -> DeltaTableAt:
@@ -116,43 +112,36 @@ def find_version(store: Store, path: str, uri: str, options: Mapping[str, str], 
     return DeltaTableAt(store, path, uri, options, version, commit)
 
 
-def _package() -> Any:
+def _open(store: Store, name: str, uri: str, options: Mapping[str, str], version: int | None) -> Any:
     try:
         import deltalake
     except ImportError:
         raise MidepochError(
             "Delta tables are read with the package deltalake: `pip install midepoch[delta]`."
         ) from None
-    return deltalake
-
-
-def _open(store: Store, name: str, uri: str, options: Mapping[str, str], version: int | None) -> Any:
-    deltalake = _package()
     if store.local and unquote(uri) != uri:  # it would read the log of a table in the folder with the other name
         raise FormatError(
             f"the Delta table {name} cannot be read: deltalake takes the % in its path for a quoted character. Rename "
             "the folder, or make a link to it."
         )
-    try:
+    with _refusing(store, name):
         return deltalake.DeltaTable(uri, version=version, storage_options=dict(options) or None)
-    except Exception as problem:
-        failure = _failure(store, name, problem)
-    raise failure  # outside of the handler: a chained error would be shown with its credentials
 
 
 def _version_at(store: Store, name: str, uri: str, options: Mapping[str, str], time: str | datetime) -> int:
     if not isinstance(time, (str, datetime)):
         raise ValueError(f"version must be a number, a timestamp or None, got {time!r}")
+
+    def failure(_problem: BaseException, text: str) -> MidepochError:
+        return DataNotFoundError(
+            f"{name} has no version at {time}: {_without_trace(text)}. Pass a later time, with its zone, as in "
+            "2026-01-31T00:00:00Z, or the number of a version."
+        )
+
     table = _open(store, name, uri, options, None)
-    try:
+    with refusals(store.secrets.clean, failure):
         table.load_as_version(time)
         return int(table.version())
-    except Exception as problem:
-        text = _without_trace(store.secrets.clean(str(problem)))
-    raise DataNotFoundError(
-        f"{name} has no version at {time}: {text}. Pass a later time, with its zone, as in 2026-01-31T00:00:00Z, or "
-        "the number of a version."
-    )
 
 
 def _without_trace(text: str) -> str:
@@ -160,14 +149,18 @@ def _without_trace(text: str) -> str:
     return re.split(r"\n\s*0: ", text, maxsplit=1)[0]
 
 
-def _failure(store: Store, name: str, problem: Exception) -> MidepochError:
-    """Return the error for a problem of ``deltalake``, without credentials."""
-    text, kind = _without_trace(store.secrets.clean(str(problem))), type(problem).__name__
-    if kind == "TableNotFoundError":
-        return DataNotFoundError(f"{name} is not a Delta table: {text}. Check the path.")
-    if not store.local and re.search(r"object store|request|connect|timed? ?out|HTTP", text, re.IGNORECASE):
-        return FetchError(f"the log of {name} could not be read: {text}")
-    return FormatError(f"the Delta table {name} cannot be read: {text}")
+def _refusing(store: Store, name: str) -> AbstractContextManager[None]:
+    """Return a context that converts errors of ``deltalake``."""
+
+    def failure(problem: BaseException, text: str) -> MidepochError:
+        text = _without_trace(text)
+        if type(problem).__name__ == "TableNotFoundError":
+            return DataNotFoundError(f"{name} is not a Delta table: {text}. Check the path.")
+        if not store.local and re.search(r"object store|request|connect|timed? ?out|HTTP", text, re.IGNORECASE):
+            return FetchError(f"the log of {name} could not be read: {text}")
+        return FormatError(f"the Delta table {name} cannot be read: {text}")
+
+    return refusals(store.secrets.clean, failure)
 
 
 def _contents(table: Any, store: Store, path: str, name: str) -> tuple[pa.Schema, list[TableFile]]:

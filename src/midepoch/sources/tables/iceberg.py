@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from typing import Any, NamedTuple
@@ -19,6 +19,7 @@ from midepoch._internal.progress import Progress
 from midepoch.errors import DataNotFoundError, FetchError, FormatError, MidepochError
 from midepoch.sources.formats.table_parquet import SnapshotFile, described
 from midepoch.sources.lake import Files
+from midepoch.sources.table_folders import refusals
 from midepoch.sources.tables.opening import TableFile, scanned_files
 from midepoch.storage.address import Address
 from midepoch.storage.redaction import Secrets
@@ -153,7 +154,7 @@ class IcebergTableAt:
         """Scan the data files of this snapshot, oldest first."""
         from midepoch.sources.tables.iceberg_deletes import Deletes
 
-        with refusals(self.store.secrets, self.name):
+        with refusing(self.store.secrets, self.name):
             entries = list(self._entries())
             schema = pa.schema(described_fields(self.name, self.schema.fields, self.table.name_mapping()))
         data = sorted((each for each in entries if each.content == DATA), key=lambda each: (each.sequence, each.path))
@@ -227,23 +228,17 @@ def _read_manifest(io: Any, manifest: Any) -> Iterator[ManifestFileEntry]:
             )
 
 
-@contextmanager
-def refusals(secrets: Secrets, name: str) -> Iterator[None]:
-    """Convert errors of ``pyiceberg`` to those of this package, without credentials."""
-    try:
-        yield
-        return
-    except MidepochError:
-        raise
-    except Exception as problem:
-        text = secrets.clean(str(problem))
+def refusing(secrets: Secrets, name: str) -> AbstractContextManager[None]:
+    """Return a context that converts errors of ``pyiceberg``."""
+
+    def failure(problem: BaseException, text: str) -> MidepochError:
         if isinstance(problem, (FileNotFoundError, NotADirectoryError)) or "NoSuch" in type(problem).__name__:
-            failure: MidepochError = DataNotFoundError(f"{name} cannot be opened: {text}. Check its name.")
-        elif isinstance(problem, OSError):
-            failure = FetchError(f"the metadata of {name} could not be read: {text}")
-        else:
-            failure = FormatError(f"the Iceberg table {name} cannot be read: {type(problem).__name__}: {text}")
-    raise failure from None  # a chained error would be shown with its credentials
+            return DataNotFoundError(f"{name} cannot be opened: {text}. Check its name.")
+        if isinstance(problem, OSError):
+            return FetchError(f"the metadata of {name} could not be read: {text}")
+        return FormatError(f"the Iceberg table {name} cannot be read: {type(problem).__name__}: {text}")
+
+    return refusals(secrets.clean, failure)
 
 
 def find_snapshot(table: Any, name: str, wanted: int | str | datetime | None) -> tuple[Any, Any]:
@@ -279,7 +274,7 @@ def newest(table: Any) -> Any:
 
     if isinstance(table, StaticTable):
         return table
-    with refusals(Secrets.of(dict(table.io.properties)), Address(table.location()).public):
+    with refusing(Secrets.of(dict(table.io.properties)), Address(table.location()).public):
         return table.catalog.load_table(table.name())
 
 
@@ -303,7 +298,7 @@ def load_table(given: str, catalog: Mapping[str, Any], properties: Mapping[str, 
     secrets, name = Secrets.of(Address(given), dict(catalog), dict(properties)), Address(given).public
     if "/" in given or given.endswith(".metadata.json"):
         try:
-            with refusals(secrets, name):
+            with refusing(secrets, name):
                 return StaticTable.from_metadata(given, dict(properties))
         except DataNotFoundError:
             if given.endswith(".metadata.json"):
@@ -317,7 +312,7 @@ def load_table(given: str, catalog: Mapping[str, Any], properties: Mapping[str, 
         raise ValueError(
             f"expected 'catalog.namespace.table', or the path of a metadata file, got {given!r}. Add what is missing."
         )
-    with refusals(secrets, name):
+    with refusing(secrets, name):
         try:
             opened = load_catalog(first, **{**properties, **catalog})
         except ValueError as problem:  # there is no such catalog, or its properties are wrong

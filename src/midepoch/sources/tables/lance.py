@@ -17,7 +17,7 @@ from midepoch._internal.progress import Progress
 from midepoch.errors import DataNotFoundError, FormatError
 from midepoch.sources.fingerprints import fingerprint
 from midepoch.sources.formats import Scanned
-from midepoch.sources.formats.lance_rows import lance_package, lance_table, plain_field, reader_options, refusals
+from midepoch.sources.formats.lance_rows import lance_package, lance_table, plain_field, reader_options, refusing
 from midepoch.sources.formats.lines import nulls
 from midepoch.sources.index import for_all
 from midepoch.sources.lake import Files
@@ -58,7 +58,7 @@ class LanceTableAt:
 
     def scan(self, progress: Progress) -> Files:
         """Scan the fragments of this version."""
-        with refusals(self.store, self.name):
+        with refusing(self.store, self.name):
             table = lance_table(self.store, self.path, self.version, self.identity)
             fragments = sorted(table.get_fragments(), key=lambda each: each.fragment_id)
             schema = table.scanner(limit=0, blob_handling="all_binary").projected_schema
@@ -103,7 +103,7 @@ def _manifests(store: Store, path: str) -> dict[int, Entry]:
 
 
 def _tagged(store: Store, path: str, tag: str) -> int:
-    with refusals(store, store.name(path)):
+    with refusing(store, store.name(path)):
         tags = lance_package().dataset(store.scheme + path, storage_options=reader_options(store) or None).tags.list()
     if tag not in tags:
         raise DataNotFoundError(
@@ -117,7 +117,7 @@ def _tagged(store: Store, path: str, tag: str) -> int:
 def _scanned(table: LanceTableAt, schema: pa.Schema, fields: dict[str, Any], fragment: Any) -> tuple[Entry, Scanned]:
     store, about = table.store, fragment.metadata.to_json()
     name = f"fragment {fragment.fragment_id} of {table.name}"
-    with refusals(store, name):
+    with refusing(store, name):
         rows = int(fragment.count_rows())
         entries = [_entry(store, f"{table.path}/data/{file['path']}") for file in about["files"] if not _is_apart(file)]
         size = sum(entry.size for entry in entries)
