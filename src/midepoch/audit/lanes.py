@@ -23,7 +23,7 @@ import numpy.typing as npt
 from midepoch.audit.journal import Record
 from midepoch.order import Shard
 from midepoch.pipeline.chunk import at_mark
-from midepoch.pipeline.cursor import Cursor, FlowAt, LaneCursor, flatten, listed
+from midepoch.pipeline.cursor import NO_LANES, Cursor, FlowAt, LaneCursor, flatten, listed
 from midepoch.pipeline.lanes import StepOutputs
 from midepoch.pipeline.leaf import Leaf
 from midepoch.pipeline.mixed import BORROWING, place_of
@@ -45,10 +45,12 @@ class LaneRecorder:
     """The steps of a pass that are delivered and not written yet, of the lanes of a rank.
 
     A cursor is computed from the chunk that its last output is of. So steps are kept as marks (a chunk, and a number of
-    its outputs) until a lane comes to another chunk.
+    its outputs) until a lane comes to another chunk. Without lanes, nothing is recorded: units follow from positions.
     """
 
-    def __init__(self, lanes: Mapping[int, LaneCursor], numbers: Sequence[int], start: FlowAt) -> None:
+    def __init__(
+        self, lanes: Mapping[int, LaneCursor] = NO_LANES, numbers: Sequence[int] = (), start: FlowAt | None = None
+    ) -> None:
         fresh = LaneCursor(0, start)
         known = {number: lanes.get(number, fresh) for number in numbers}
         self.numbers = numbers

@@ -185,7 +185,7 @@ class Ledger:
         """Those of the pass (``Count``), in its file. The loader counts its steps there."""
         self.due = 0.0
         """Time, by ``time.perf_counter``, from which on ``step`` is to be called for the next step."""
-        self.lanes: LaneRecorder | None = None
+        self.lanes = LaneRecorder()
         """The steps whose cursors are not written yet, if positions cannot be computed."""
         self._journal: Journal | None = None
         self._how, self._passed = "fresh", False  # how the run comes to its next pass; True if one was begun
@@ -247,18 +247,18 @@ class Ledger:
         self._how = "loaded" if load else "on" if self.counters[Count.STEPS] else self._how
         self._rows = (stream_name(spec, self.name), shard.index)
         self._ends = until == UNKNOWN  # then the end is recorded when it is reached
-        self.counters, self.due, self.lanes, self._passed = [0] * len(Count), 0.0, None, not load
+        self.counters, self.due, self._passed = [0] * len(Count), 0.0, not load
         self._began = self._synced = time.perf_counter()
         self._mark = self._began + min(_FIRST_MARK, _MARK_SECONDS)
         self._measured, self._waited = measured, measured.all_waited
         self._base = self._latest.counted_from(measured.figures())
-        if spec.unit == "outputs":
-            numbers = Share.of(spec.lanes, shard).lanes.positions(0, spec.lanes).tolist()
-            self.lanes = LaneRecorder(cursor.lanes, numbers, start(spec.node))
+        in_lanes = spec.unit == "outputs"  # else units and rows follow from positions
+        numbers = Share.of(spec.lanes, shard).lanes.positions(0, spec.lanes).tolist() if in_lanes else ()
+        self.lanes = LaneRecorder(cursor.lanes, numbers, start(spec.node))
         try:
             journal, previous = self._opened(attempt, shard)
             number = next(_numbers)
-            if sources and self.lanes is not None and not load:  # else rows follow from positions
+            if sources and in_lanes and not load:
                 self.documents.begin(journal.path, number)
             save_order(self.folder, spec)
             if planning is not None:
@@ -279,10 +279,10 @@ class Ledger:
                 ranks=shard.count,
                 workers=workers,
                 unit=spec.unit,
-                cursor=cursor if self.lanes is None else cursor.without_stages(),
-                lanes=0 if self.lanes is None else spec.lanes,
-                stages=[] if self.lanes is None else list(self.lanes.begin.items()),
-                ended=[] if self.lanes is None else self.lanes.ended,
+                cursor=cursor.without_stages() if in_lanes else cursor,
+                lanes=spec.lanes if in_lanes else 0,
+                stages=list(self.lanes.begin.items()),
+                ended=self.lanes.ended,
                 end=until,
                 rows=spec.rows,
                 batching=batching,
@@ -337,7 +337,6 @@ class Ledger:
         The cursors of earlier steps are written when a lane has come to another chunk.
         """
         lanes = self.lanes
-        assert lanes is not None
         places = (at.marks, at.after) if isinstance(at, StepOutputs) else lanes.places(at)
         if lanes.pending:
             for mark, other in zip(lanes.pending[0][0], places[0], strict=True):
@@ -370,8 +369,6 @@ class Ledger:
     def flush(self) -> None:
         """Write the cursors of the lanes that are pending: a state is saved, or another pass begins."""
         lanes, steps = self.lanes, self.counters[Count.STEPS]
-        if lanes is None:
-            return
         is_recorded = self._journal is not None and self._journal.is_open  # not in a fork, or after a failure
         for kind, content, number in lanes.records(steps) if is_recorded else ():
             self._append(kind, content, number)
@@ -390,7 +387,7 @@ class Ledger:
         if not self._passed:
             return
         self._ends = self._ends or not self.counters[Count.STEPS]  # without a step, this is all that it records
-        self._end(None if self.lanes is None else self.lanes.places(end))
+        self._end(self.lanes.places(end))
         self._how = "on"
         assert self._measured is not None
         last = self._measured.last_delivery or self._began  # as all marks, at a step: what follows is not its time
@@ -398,12 +395,11 @@ class Ledger:
         self._see(last)
         self.sync()
 
-    def _end(self, places: Places | None) -> None:
+    def _end(self, places: Places) -> None:
         """Record the end of the epoch, and the places of the lanes there, once. It may be known before."""
         if self._ends:
             self._ends = False
-            lanes = [] if self.lanes is None or places is None else self.lanes.end(places)
-            self._append(OVER, json.dumps(lanes).encode())
+            self._append(OVER, json.dumps(self.lanes.end(places)).encode())
 
     def sync(self) -> None:
         """Write the ledger to disk. (A process that dies loses nothing without it, but a machine may.)"""

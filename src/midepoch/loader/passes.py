@@ -142,7 +142,7 @@ class Pass(Resumable):
                         self._recorded = True
                     if made.traced is not None:
                         ledger.documents.write(self._since, made.traced)
-                    if ledger.lanes is not None:
+                    if ledger.lanes.numbers:
                         ledger.add(at)
                     if asked >= ledger.due or made.skipped:
                         ledger.step(self._since, made.skipped)
