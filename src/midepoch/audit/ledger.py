@@ -43,9 +43,9 @@ from midepoch.audit.records import (
     SUFFIX,
     Count,
     Figures,
-    Header,
     LeaseSteps,
     MeasuredFigures,
+    PassHeader,
     RecordedBatching,
     acknowledgement,
     numbered,
@@ -263,7 +263,7 @@ class Ledger:
             save_order(self.folder, spec)
             if planning is not None:
                 save_lengths(self.folder, spec, planning)
-            header = Header(
+            header = PassHeader(
                 attempt=attempt,
                 stream=self._rows[0],
                 order=order_name(spec),

@@ -156,7 +156,7 @@ class LeaseRecord(NamedTuple):
         return self.delivered.contains_one(self.first + step)
 
 
-def _leases(header: Header, steps: int, records: Iterable[tuple[bytes, Any]]) -> LeaseRecord:
+def _leases(header: PassHeader, steps: int, records: Iterable[tuple[bytes, Any]]) -> LeaseRecord:
     """Return the leases of a pass of so many steps, by its records of acknowledgements and returns."""
     assert header.leases is not None
     left_out, first = header.leases
@@ -215,7 +215,7 @@ class Shape(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Header:
+class PassHeader:
     """The first record of a pass, or the record that a state was loaded."""
 
     attempt: str
@@ -270,7 +270,7 @@ class Header:
         return json.dumps(fields, separators=(",", ":")).encode()
 
     @staticmethod
-    def from_json(content: bytes) -> Header:
+    def from_json(content: bytes) -> PassHeader:
         """Return the header of a record. Raises StateError if another version has written it."""
         fields = json.loads(content)
         if fields["version"] != VERSION:
@@ -283,7 +283,7 @@ class Header:
             "leases": None if leases is None else LeaseSteps(Intervals.decode(leases[0]), leases[1]),
             "mix": None if mix is None else RecordedMix(**mix),
         }
-        return Header(**{**fields, **found})
+        return PassHeader(**{**fields, **found})
 
     @property
     def shape(self) -> Shape:
@@ -302,7 +302,7 @@ class Header:
 class Passed:
     """The record of one pass by one process: its header, and what followed."""
 
-    header: Header
+    header: PassHeader
     start: int
     """The number of the start."""
     steps: int
@@ -355,7 +355,7 @@ def read_passes(path: Path) -> list[Passed]:
     firsts = [place for place, record in enumerate(records) if record.kind == HEADER]
     try:
         for first, stop in pairwise([*firsts, len(records)]):
-            header = Header.from_json(bytes(records[first].content))
+            header = PassHeader.from_json(bytes(records[first].content))
             following = records[first + 1 : stop]
             passed = _passed(header, following, path)
             if header.is_load or passed.steps or any(record.kind in (OVER, ACKED, RETURNED) for record in following):
@@ -370,7 +370,7 @@ def steps_in(passes: list[Passed], stream: str) -> int:
     return sum(one.steps for one in passes if one.header.stream == stream)
 
 
-def _passed(header: Header, records: Sequence[Record], path: Path) -> Passed:
+def _passed(header: PassHeader, records: Sequence[Record], path: Path) -> Passed:
     def contents(*kinds: bytes) -> list[tuple[bytes, Any]]:
         return [(record.kind, json.loads(bytes(record.content))) for record in records if record.kind in kinds]
 

@@ -124,15 +124,15 @@ def table_of(names: list[str], arrays: list[Any], rows: int) -> pa.Table:
     return pa.table(arrays, names=names) if names else pa.table({"": pa.nulls(rows)}).select([])
 
 
-class Contents(NamedTuple):
+class FileContents(NamedTuple):
     """Contents of a file. ``read`` takes a size and an offset, and returns bytes, or a view of a mapped file."""
 
     read: Callable[[int, int], Any]
     size: int
 
     @staticmethod
-    def mapped(file: pa.Buffer) -> Contents:
-        return Contents(lambda size, at: file.slice(at, min(size, file.size - at)), file.size)
+    def mapped(file: pa.Buffer) -> FileContents:
+        return FileContents(lambda size, at: file.slice(at, min(size, file.size - at)), file.size)
 
 
 @runtime_checkable

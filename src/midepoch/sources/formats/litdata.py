@@ -25,7 +25,7 @@ from midepoch.sources.formats.records import (
     Bytes,
     Candidate,
     Int64Array,
-    Shard,
+    ShardFile,
     Values,
     columns_of,
     cut,
@@ -68,7 +68,7 @@ class LitDataFormat(Format):
         about, name = member.about, store.name(member.entry.path)
         described = {key: about[key] for key in ("leaves", "spec", "samples", "dim", "bytes", "block")}
         with store.open(member.entry) as file:
-            chunk = Shard(file, name, about["codec"])
+            chunk = ShardFile(file, name, about["codec"])
             head = chunk.beginning(4 * (about["samples"] + 2) + BEGINNING)
             framed = head.startswith(_FRAMED_MAGIC)
             if framed != (about["level"] == "batch"):
@@ -89,7 +89,7 @@ class LitDataFormat(Format):
         assert block.end is not None
         about, offsets = footer_parts(block.footer)
         with store.open(block.entry) as file:
-            chunk = Shard(file, store.name(block.entry.path), about["codec"])
+            chunk = ShardFile(file, store.name(block.entry.path), about["codec"])
             if about["layout"] == "arrow":
                 return _arrow_rows(chunk, about, block, offsets, columns)
             first, stop = block.offset, block.end
@@ -99,7 +99,7 @@ class LitDataFormat(Format):
         return decoded(chunk.name, first, own, stop - first, about["kinds"])
 
 
-def _scan_samples(chunk: Shard, about: dict[str, Any], head: bytes) -> Scanned:
+def _scan_samples(chunk: ShardFile, about: dict[str, Any], head: bytes) -> Scanned:
     offsets = offsets_in(head, about["samples"], chunk.name)
     if chunk.codec is None and offsets[-1] > chunk.size:
         raise damaged_offset(chunk.name, about["samples"] - 1)
@@ -125,7 +125,7 @@ def _token_type(name: str, about: dict[str, Any]) -> np.dtype[Any]:
     return dtype_of(kind, int(number))
 
 
-def _scan_frames(chunk: Shard, about: dict[str, Any], head: bytes) -> Scanned:
+def _scan_frames(chunk: ShardFile, about: dict[str, Any], head: bytes) -> Scanned:
     """Scan samples that are compressed in frames. Their offsets are those in the decompressed frames."""
     if len(head) < _PREFIX.size:
         raise FormatError(f"{chunk.name}: it has no complete header. Copy or download it again.")
@@ -150,7 +150,7 @@ def _scan_frames(chunk: Shard, about: dict[str, Any], head: bytes) -> Scanned:
     return _described(chunk, {**about, "layout": "framed", "frames": frames}, offsets, firsts)
 
 
-def _described(chunk: Shard, about: dict[str, Any], offsets: Int64Array, firsts: Sequence[int]) -> Scanned:
+def _described(chunk: ShardFile, about: dict[str, Any], offsets: Int64Array, firsts: Sequence[int]) -> Scanned:
     """Return the scan of blocks that begin with these samples. Types are those of the first sample."""
     first = offsets[:2] - offsets[0]
     data = _read_samples(chunk, about, offsets, 0, 1) if len(offsets) > 1 else np.empty(0, np.uint8)
@@ -164,7 +164,7 @@ def _described(chunk: Shard, about: dict[str, Any], offsets: Int64Array, firsts:
     return found
 
 
-def _read_samples(chunk: Shard, about: dict[str, Any], offsets: Int64Array, first: int, stop: int) -> Bytes:
+def _read_samples(chunk: ShardFile, about: dict[str, Any], offsets: Int64Array, first: int, stop: int) -> Bytes:
     """Return the bytes of some samples."""
     if about["layout"] != "framed":
         return chunk.read(int(offsets[first]), int(offsets[stop]))
@@ -216,7 +216,7 @@ def _decompressed(name: str, data: Bytes, offsets: Int64Array, first: int) -> tu
     return np.frombuffer(b"".join(parts), np.uint8), ends
 
 
-def _arrow_range(chunk: Shard, about: dict[str, Any]) -> tuple[int, int] | None:
+def _arrow_range(chunk: ShardFile, about: dict[str, Any]) -> tuple[int, int] | None:
     """Return the start and the length of the Arrow file before the last 12 bytes of a chunk, None if there is none."""
     if chunk.codec is not None:
         if not about["arrow"]:  # it need not be decompressed
@@ -234,7 +234,7 @@ def _arrow_range(chunk: Shard, about: dict[str, Any]) -> tuple[int, int] | None:
     return start, length
 
 
-def _arrow_reader(chunk: Shard, start: int, length: int) -> Callable[[int, int], bytes]:
+def _arrow_reader(chunk: ShardFile, start: int, length: int) -> Callable[[int, int], bytes]:
     def read(size: int, at: int) -> bytes:
         stop = min(at + size, length)
         return chunk.read(start + at, start + stop).tobytes() if stop > at else b""
@@ -242,7 +242,7 @@ def _arrow_reader(chunk: Shard, start: int, length: int) -> Callable[[int, int],
     return read
 
 
-def _scan_arrow(chunk: Shard, about: dict[str, Any], start: int, length: int) -> Scanned:
+def _scan_arrow(chunk: ShardFile, about: dict[str, Any], start: int, length: int) -> Scanned:
     """Scan the Arrow file in a chunk. Blocks are runs of record batches."""
     found = walk(chunk.name, _arrow_reader(chunk, start, length), length, skip_damage=False)
     if sum(found.rows) != about["samples"]:
@@ -261,7 +261,7 @@ def _scan_arrow(chunk: Shard, about: dict[str, Any], start: int, length: int) ->
 
 
 def _arrow_rows(
-    chunk: Shard, about: dict[str, Any], block: Block, ends: Int64Array, columns: Sequence[str]
+    chunk: ShardFile, about: dict[str, Any], block: Block, ends: Int64Array, columns: Sequence[str]
 ) -> pa.Table:
     """Return these columns of a block, which is one range read."""
     found = _arrow_range(chunk, about)

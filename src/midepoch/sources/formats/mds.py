@@ -30,7 +30,7 @@ from midepoch.sources.formats.records import (
     Bytes,
     Candidate,
     Int64Array,
-    Shard,
+    ShardFile,
     Values,
     arrays,
     bytes_array,
@@ -256,7 +256,7 @@ class MdsFormat(Format):
         name, samples = store.name(entry.path), about["samples"]
         lines = None if about["text"] is None else _line_offsets(store, about)
         with store.open(entry) as file:
-            shard = Shard(file, name, about["codec"], about["bytes"])
+            shard = ShardFile(file, name, about["codec"], about["bytes"])
             probe = BEGINNING if about["packed"] else _PROBE
             head = shard.beginning((4 * (samples + 2) if lines is None else 0) + 2 * probe)
             offsets = offsets_in(head, samples, name) if lines is None else lines
@@ -279,7 +279,7 @@ class MdsFormat(Format):
         offsets = offsets[block.offset : block.end + 1]
         name = store.name(block.entry.path)
         with store.open(block.entry) as file:
-            data = Shard(file, name, about["codec"], about["bytes"]).read(int(offsets[0]), int(offsets[-1]))
+            data = ShardFile(file, name, about["codec"], about["bytes"]).read(int(offsets[0]), int(offsets[-1]))
         own = [column for column in columns if column in about["names"]]
         decodes = _columns(name, block.offset, data, offsets - offsets[0], about)
         kinds = dict(zip(about["names"], about["kinds"], strict=True))
@@ -308,7 +308,7 @@ def _kind(encoding: str) -> pa.DataType:
     return encoding_of(encoding)(Values(np.empty(0, np.uint8), none, none)).type
 
 
-def _schema(shard: Shard, about: dict[str, Any], offsets: Int64Array) -> pa.Schema:
+def _schema(shard: ShardFile, about: dict[str, Any], offsets: Int64Array) -> pa.Schema:
     """Return the types: those of the first sample where the encodings do not determine them."""
     if about["text"] is not None:
         return pa.schema(
@@ -392,5 +392,5 @@ def _line_offsets(store: Store, about: dict[str, Any]) -> Int64Array:
     entry, codec = about["meta"]
     samples, name = about["samples"], store.name(entry.path)
     with store.open(entry) as file:
-        shard = Shard(file, name, codec, about["meta_bytes"])
+        shard = ShardFile(file, name, codec, about["meta_bytes"])
         return offsets_in(shard.beginning(4 * (samples + 2)), samples, name, least=0)

@@ -18,7 +18,7 @@ import pyarrow as pa
 
 from midepoch.errors import DataNotFoundError, FormatError
 from midepoch.sources.fingerprints import fingerprint
-from midepoch.sources.formats.base import Block, Contents, Format, Scanned
+from midepoch.sources.formats.base import Block, FileContents, Format, Scanned
 from midepoch.storage.open_files import Entry
 from midepoch.storage.stores import OpenFile, Store
 
@@ -42,7 +42,7 @@ class IndexHeader:
     has_modes: bool
 
     @staticmethod
-    def of(name: str, index: Contents) -> IndexHeader:
+    def of(name: str, index: FileContents) -> IndexHeader:
         """Parse the header of an index."""
         head, size = bytes(index.read(_HEADER.size, 0)), index.size
         if len(head) < _HEADER.size or not head.startswith(_MAGIC):
@@ -69,7 +69,7 @@ class IndexHeader:
             fields.append(pa.field(MODES, pa.list_(pa.int8())))
         return pa.schema(fields)
 
-    def documents_at(self, index: Contents, start: int, stop: int) -> _Documents:
+    def documents_at(self, index: FileContents, start: int, stop: int) -> _Documents:
         """Return the lengths and positions of some documents. Raise ValueError if they are damaged."""
         bounds = _array(index, "<i8", _HEADER.size + 12 * self.sequences + 8 * start, stop - start + 1)
         if (np.diff(bounds) < 0).any() or bounds[0] < 0 or bounds[-1] > self.sequences:
@@ -128,7 +128,7 @@ class MegatronFormat(Format):
     def decode(self, store: Store, block: Block, schema: pa.Schema, columns: Sequence[str]) -> pa.Table:
         index = Entry(_index_path(block.entry.path), *json.loads(block.footer))
         with store.open(index) as beside, store.open(block.entry) as file:
-            pair = Contents(beside.read_at, beside.size), Contents(file.read_at, file.size)
+            pair = FileContents(beside.read_at, beside.size), FileContents(file.read_at, file.size)
             batch = _batch(store.name(index.path), *pair, block, lambda size: np.empty(size, np.uint8))
         return pa.Table.from_batches([batch]).select([name for name in columns if name in batch.schema.names])
 
@@ -141,7 +141,7 @@ class MegatronFormat(Format):
         room: Room,
     ) -> pa.RecordBatch:
         """Return a block of a mapped file. Its tokens are not copied, its offsets are written to ``room``."""
-        index, tokens = Contents.mapped(beside()), Contents.mapped(file)
+        index, tokens = FileContents.mapped(beside()), FileContents.mapped(file)
         batch = _batch(_index_path(block.entry.path), index, tokens, block, room)
         return batch if batch.schema.equals(schema) else _fitted(batch, schema)
 
@@ -173,10 +173,10 @@ def _index_path(path: str) -> str:
 
 
 def _header(name: str, file: OpenFile) -> IndexHeader:
-    return IndexHeader.of(name, Contents(file.read_at, file.size))
+    return IndexHeader.of(name, FileContents(file.read_at, file.size))
 
 
-def _array(index: Contents, dtype: str, offset: int, count: int) -> npt.NDArray[Any]:
+def _array(index: FileContents, dtype: str, offset: int, count: int) -> npt.NDArray[Any]:
     kind = np.dtype(dtype)
     data = index.read(count * kind.itemsize, offset)
     if len(data) != count * kind.itemsize:
@@ -184,7 +184,7 @@ def _array(index: Contents, dtype: str, offset: int, count: int) -> npt.NDArray[
     return np.frombuffer(data, kind)
 
 
-def _batch(name: str, index: Contents, tokens: Contents, block: Block, room: Room) -> pa.RecordBatch:
+def _batch(name: str, index: FileContents, tokens: FileContents, block: Block, room: Room) -> pa.RecordBatch:
     """Return the documents of a block. ``name``: that of the index."""
     assert block.end is not None
     header = IndexHeader.of(name, index)

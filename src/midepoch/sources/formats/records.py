@@ -65,7 +65,7 @@ _STREAMS = {"br": "brotli", "bz2": "bz2", "gz": "gzip", "zstd": "zstd"}
 _ALL = 1 << 62
 
 
-class Shard:
+class ShardFile:
     """Contents of an open shard. What was read of its beginning is kept: compressed ones can only be read from there.
 
     ``codec``: its compression, None for a plain one. ``size``: that of the contents, by default all that there are.

@@ -18,7 +18,7 @@ import pyarrow as pa
 
 from midepoch.errors import FormatError
 from midepoch.sources.fingerprints import fingerprint
-from midepoch.sources.formats.base import Block, Contents, Format, Scanned
+from midepoch.sources.formats.base import Block, FileContents, Format, Scanned
 from midepoch.storage.open_files import Entry
 from midepoch.storage.stores import Store
 
@@ -41,7 +41,7 @@ class TokensFormat(Format):
     def scan(self, store: Store, entry: Entry, *, skip_damage: bool) -> Scanned:
         name = store.name(entry.path)
         with store.open(entry) as file:
-            dtype, start, stop = _layout(name, Contents(file.read_at, file.size), self._dtype)
+            dtype, start, stop = _layout(name, FileContents(file.read_at, file.size), self._dtype)
             found = Scanned(_schema(dtype, self._length), etag=file.etag)
             found.fingerprint = fingerprint(f"{dtype} {self._length}".encode(), file.read_at, file.size)
         row = self._length * dtype.itemsize
@@ -55,7 +55,7 @@ class TokensFormat(Format):
 
     def decode(self, store: Store, block: Block, schema: pa.Schema, columns: Sequence[str]) -> pa.Table:
         with store.open(block.entry) as file:
-            batch = self._batch(store.name(block.entry.path), Contents(file.read_at, file.size), block)
+            batch = self._batch(store.name(block.entry.path), FileContents(file.read_at, file.size), block)
         return pa.Table.from_batches([batch]).select(columns)
 
     def view(
@@ -67,10 +67,10 @@ class TokensFormat(Format):
         room: Callable[[int], Any],
     ) -> pa.RecordBatch:
         """Return a block of a mapped file without a copy."""
-        batch = self._batch(block.entry.path, Contents.mapped(file), block)
+        batch = self._batch(block.entry.path, FileContents.mapped(file), block)
         return batch if batch.schema.equals(schema) else batch.cast(schema)
 
-    def _batch(self, name: str, file: Contents, block: Block) -> pa.RecordBatch:
+    def _batch(self, name: str, file: FileContents, block: Block) -> pa.RecordBatch:
         assert block.end is not None
         dtype, _, _ = _layout(name, file, self._dtype)
         size, schema = block.end - block.offset, _schema(dtype, self._length)
@@ -84,7 +84,7 @@ def _schema(dtype: np.dtype[Any], length: int) -> pa.Schema:
     return pa.schema([pa.field(COLUMN, pa.list_(pa.from_numpy_dtype(dtype), length))])
 
 
-def _layout(name: str, file: Contents, given: str) -> tuple[np.dtype[Any], int, int]:
+def _layout(name: str, file: FileContents, given: str) -> tuple[np.dtype[Any], int, int]:
     """Return the type of the tokens, and the range of their bytes."""
     head, size = bytes(file.read(_LLMC_BYTES, 0)), file.size
     if head.startswith(_NPY):
@@ -110,7 +110,7 @@ def _promised(name: str, stop: int, size: int) -> int:
     return stop
 
 
-def _npy(name: str, head: bytes, file: Contents) -> tuple[np.dtype[Any], int, int]:
+def _npy(name: str, head: bytes, file: FileContents) -> tuple[np.dtype[Any], int, int]:
     """Return the type, the first byte and the number of the values of a NumPy file."""
     wide = head[6:7] > b"\x01"
     size = int.from_bytes(head[8:12] if wide else head[8:10], "little")
