@@ -59,7 +59,7 @@ class LaneRecorder:
         self._widths = [0] * len(numbers)  # of the cursors in the last record, if their shape cannot change
         self._written = 0
         self.pending: list[Places] = []
-        """Where the lanes are after each step that is not written yet."""
+        """Places of the lanes after each step that is not written yet."""
         self.last: StepOutputs | Cursor | None = None
         """The last of these steps."""
 

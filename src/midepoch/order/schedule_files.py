@@ -125,7 +125,7 @@ def _loader() -> Any:
     """
     import yaml
 
-    class Loader(yaml.SafeLoader):  # type: ignore[misc]
+    class PlainLoader(yaml.SafeLoader):  # type: ignore[misc]
         def construct_mapping(self, node: Any, deep: bool = False) -> dict[Hashable, Any]:
             lines: dict[str, int] = {}
             for key, _ in node.value:
@@ -139,7 +139,7 @@ def _loader() -> Any:
             self.flatten_mapping(node)
             return {key.value: self.construct_object(value, deep=deep) for key, value in node.value}
 
-    return _resolving(Loader)
+    return _resolving(PlainLoader)
 
 
 @functools.cache
