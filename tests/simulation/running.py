@@ -64,7 +64,8 @@ class Simulator:
         gc.enable()
         sys.unraisablehook = self._hook
         self._installed.__exit__(None, None, None)
-        self._log.level, self._log.propagate = self._before
+        level, self._log.propagate = self._before
+        self._log.setLevel(level)  # not the attribute: loggers below remember what is enabled
         self._log.removeHandler(self._handler)
 
     def run(self, plan: int | Plan) -> Outcome:
