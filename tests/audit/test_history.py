@@ -7,16 +7,19 @@ import logging
 import multiprocessing
 import os
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import midepoch
+from compositions import PIPELINES, ROWS, Case
 from forks import forked, together
 from midepoch.audit import EpochProof, Ledger, Run, ledger, read_run, read_runs
 from midepoch.audit.journal import records_in
-from midepoch.audit.records import MARK, Count, read_passes
+from midepoch.audit.records import MARK, Count, Passed, read_passes
+from midepoch.errors import MidepochError
 
 
 @pytest.fixture
@@ -28,6 +31,10 @@ def take(loader: midepoch.Loader, steps: int) -> None:
     passing = iter(loader)
     for _ in range(steps):
         next(passing)
+
+
+def passes_in(folder: Path) -> list[Passed]:
+    return [one for path in sorted(folder.glob("*.ledger")) for one in read_passes(path)]
 
 
 def told(run: Run, epoch: int = 0) -> tuple[int, int, int, int, int]:
@@ -299,6 +306,40 @@ def test_marks_may_be_torn(ds: midepoch.Dataset, tmp_path: Path, monkeypatch: py
         assert run.steps == 5 and len(run.every[0].marks[0][1]) == sum(cut >= end for end in ends)
     path.write_bytes(content[: marks[1] + 20] + b"\0" * 30 + content[marks[1] + 50 :])  # a page was not written
     assert read_run(tmp_path).steps == 5 and len(read_run(tmp_path).every[0].marks[0][1]) == 1
+
+
+@pytest.mark.parametrize("pipeline", PIPELINES)
+def test_times_that_are_due_take_no_step_from_the_record(
+    pipeline: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are written right before a step is delivered, with what is known of the steps before it."""
+    monkeypatch.setattr(ledger, "_MARK_SECONDS", 0.0)  # a mark at every step
+    case = Case((), pipeline)
+    first = case.make(audit=Ledger(tmp_path, attempt="1"))
+    take(first, 5)
+    second = case.make(audit=Ledger(tmp_path, attempt="2"))
+    second.load_state_dict(first.state_dict())
+    for _ in range(2):
+        list(second)
+    run = read_run(tmp_path)
+    assert run.exact and [one.complete for one in run.epochs] == [True, True]
+    assert all(one.track is None or one.track.recorded == one.steps for one in passes_in(tmp_path))
+
+
+@pytest.mark.parametrize("pipeline", ["rows", "pack"])
+def test_parts_of_a_ledger_may_be_zeros(pipeline: str, tmp_path: Path) -> None:
+    """Pages that were not written before the power was lost: the record is shorter, or refused, and never a crash."""
+    loader = Case((), pipeline).make(audit=Ledger(tmp_path, attempt="first"))
+    take(loader, 3)
+    loader.load_state_dict(loader.state_dict())
+    list(loader)
+    (path,) = tmp_path.glob("*.ledger")
+    content = path.read_bytes()
+    heads = [record.place for record in records_in(content)]
+    for place, length in [(head + part, 4) for head in heads for part in (0, 4, 8, 12, 20)] + [(512, 512)]:
+        path.write_bytes(content[:place] + bytes(length) + content[place + length :])
+        with suppress(MidepochError):
+            assert sum(one.once for one in read_run(tmp_path).epochs) <= ROWS
 
 
 def test_skipped_rows_of_lost_steps_do_not_count(make_files: Any, tmp_path: Path) -> None:

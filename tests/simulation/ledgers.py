@@ -9,14 +9,12 @@ from __future__ import annotations
 import json
 import random
 import shutil
-import struct
 from collections import Counter
 from pathlib import Path
 from typing import Any, NamedTuple
-from zlib import crc32
 
 from midepoch.audit import read_run
-from midepoch.audit.journal import COUNTERS, records_in
+from midepoch.audit.journal import COUNTERS, Journal, records_in
 from midepoch.audit.records import HEADER
 from midepoch.errors import MidepochError
 from simulation.history import History, folder_in_memory
@@ -83,9 +81,16 @@ def _records(path: Path) -> list[Stored]:
 
 
 def _write(path: Path, records: list[Stored]) -> None:
-    heads = [struct.pack("<4sIII", kind, len(content), crc32(content), number) for kind, number, content in records]
-    contents = [record.content + bytes(-len(record.content) % 8) for record in records]
-    path.write_bytes(b"".join(head + content for head, content in zip(heads, contents, strict=True)))
+    path.unlink()
+    journal = Journal(path)
+    for kind, number, content in records:
+        if kind == COUNTERS:
+            counters = journal.append_counters(len(content) // 8)
+            for place, count in enumerate(memoryview(content).cast("q")):
+                counters[place] = count
+        else:
+            journal.append(kind, content, number)
+    journal.close()
 
 
 def _of_kind(records: list[Stored], kind: bytes) -> list[int]:

@@ -1,11 +1,13 @@
 """Journals: files of records that one process appends to, and that survive its death at any moment.
 
-A record has a head of 16 bytes (a kind of four letters, the length of its content, its CRC-32, and a number), its
-content, and zeros up to a multiple of 8 bytes. The file is mapped: a store into memory takes a tenth of the time of a
-system call, and survives the death of the process as well. While it is written, a file is longer than its records,
-filled with zeros.
+A record has a head of 16 bytes (a kind of four letters, the length of its content, a checksum, and a number), its
+content, and zeros up to a multiple of 8 bytes. The checksum is the CRC-32 of the head, the content, and the place of
+the record in the file, so that records which are torn, moved or taken out are noticed. The file is mapped: a store into
+memory takes a tenth of the time of a system call, and survives the death of the process as well. While it is written, a
+file is longer than its records, filled with zeros.
 
-A record of *counters* has integers of 8 bytes that change in place, and no checksum. So counting a step is one store.
+A record of *counters* has integers of 8 bytes that change in place, which its checksum leaves out. So counting a step
+is one store.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 _HEAD = struct.Struct("<4sIII")
+_SEALED = struct.Struct("<4sIIQ")
 _GRANULE = mmap.ALLOCATIONGRANULARITY
 _NO_ALLOCATION = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 """Errors of file systems that cannot allocate space in advance."""
@@ -38,13 +41,18 @@ class Record(NamedTuple):
 
     @property
     def is_intact(self) -> bool:
-        """True if the content is what was written. After a loss of power, parts of it may be zeros."""
-        return self.kind == COUNTERS or zlib.crc32(self.content) == self.checksum
+        """True if it is what was written here. After a loss of power, parts of it may be zeros."""
+        return _checksum(self.kind, self.number, self.content, self.place) == self.checksum
 
     @property
     def counters(self) -> list[int]:
         """The integers of a record of counters."""
         return self.content.cast("q").tolist()
+
+
+def _checksum(kind: bytes, number: int, content: Any, place: int) -> int:
+    head = _SEALED.pack(kind, len(content), number, place)
+    return zlib.crc32(b"" if kind == COUNTERS else content, zlib.crc32(head))
 
 
 def records_in(data: Any, place: int = 0) -> Iterator[Record]:
@@ -78,18 +86,18 @@ class Journal:
 
     def append(self, kind: bytes, content: bytes, number: int = 0) -> None:
         """Append a record."""
-        self._append(_HEAD.pack(kind, len(content), zlib.crc32(content), number), content)
+        self._append(kind, content, number)
 
     def append_counters(self, count: int) -> Any:
         """Append a record of counters, all 0, and return them: a store into ``counters[i]`` changes the file."""
-        place = self._append(_HEAD.pack(COUNTERS, 8 * count, 0, 0), bytes(8 * count))
+        place = self._append(COUNTERS, bytes(8 * count))
         if self._pages is None:
             return _WrittenCounters(self._file, place, count)
         return counters_in(self._pages, place - self._mapped, count)
 
-    def _append(self, head: bytes, content: bytes) -> int:
-        """Append the bytes of a record, and return the place of its content."""
-        size = len(head) + len(content) + -len(content) % 8
+    def _append(self, kind: bytes, content: bytes, number: int = 0) -> int:
+        """Append a record, and return the place of its content."""
+        size = _HEAD.size + len(content) + -len(content) % 8
         while True:
             place = self._end
             if place + size > self._room:
@@ -98,12 +106,13 @@ class Journal:
                 self._end = place + size
                 break
         try:
-            self._store(place + len(head), content)
-            self._store(place, head)  # last: without it, there is no record
+            self._store(place + _HEAD.size, content)
+            checksum = _checksum(kind, number, content, place)
+            self._store(place, _HEAD.pack(kind, len(content), checksum, number))  # last: else there is no record
         except BaseException:
             self._end = place if self._end == place + size else self._end
             raise
-        return place + len(head)
+        return place + _HEAD.size
 
     def _store(self, place: int, data: bytes) -> None:
         if self._pages is not None:

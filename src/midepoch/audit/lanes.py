@@ -80,10 +80,11 @@ class LaneRecorder:
 
     def written(self, delivered: int) -> Places | None:
         """Note that the records of all delivered steps are written. Return the end of the epoch, if one came to it."""
-        pending, last, count = self.pending, self.last, delivered - self._written
-        self._written, self.pending, self.last = delivered, [], None  # no call between: an interrupt does not come here
+        count, last = delivered - self._written, self.last
+        done, left = self.pending[:count], self.pending[count:]  # left: a step that is about to be delivered
+        self._written, self.pending = delivered, left  # no call between: an interrupt does not come here
         ended = last.ended if isinstance(last, StepOutputs) else last is not None and last.lanes_ended
-        return pending[-1] if ended and count == len(pending) > 0 else None
+        return done[-1] if ended and done and not left else None
 
     def end(self, places: Places) -> list[Any]:
         """Return the record of places at the end of the epoch."""
