@@ -28,6 +28,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle, send_handle
+from multiprocessing.util import Finalize
 from typing import Any
 
 import numpy as np
@@ -299,6 +300,8 @@ class ProcessCrew:
         self._polls: list[select.poll] = []
         self._unread: list[deque[Parcel]] = [deque() for _ in range(count)]  # received while others were sent
         self._processes: list[Any] = []
+        # At exit, multiprocessing sends them SIGTERM and waits, also for one that is not ready to listen to it yet.
+        Finalize(self, _kill, (self._processes,), exitpriority=0)
         self._owner, self._closed = os.getpid(), False
         self._slots = granted, held_per_worker(count)
         self._context, self._job, self._count = context, job, count
@@ -462,7 +465,12 @@ class ProcessCrew:
                 if process.is_alive():
                     process.kill()
                     process.join()
-        self._processes = []
+        self._processes.clear()
+
+
+def _kill(processes: Sequence[Any]) -> None:
+    for process in processes:
+        process.kill()
 
 
 def _packed(job: Job) -> PackedWorker:
