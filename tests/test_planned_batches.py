@@ -141,7 +141,7 @@ def epoch_of(loader: midepoch.Loader) -> list[list[int]]:
 def test_a_loader_resumes_exactly_with_any_workers(name: str, open_ds: Callable[[], midepoch.Dataset]) -> None:
     make = lambda **kw: LOADERS[name](open_ds(), **kw)  # noqa: E731
     threads = lambda: make(num_workers=2, worker_type="thread")  # noqa: E731
-    assert assert_resumes_exactly(make, resume_with=[threads], tail=4, steps=[0, 1, 3, 7, 8, 13, 21]) > 5
+    assert assert_resumes_exactly(make, resume_with=[threads], tail=4, steps=[1, 7, 8, 13]) > 5
 
 
 @pytest.mark.parametrize("name", LOADERS)

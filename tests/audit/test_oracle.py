@@ -131,7 +131,7 @@ class Model:
 @pytest.mark.parametrize("name", MAKERS)
 def test_every_fault_is_found_and_nothing_else(name: str, fault: str, tmp_path: Path) -> None:
     found = 0
-    for seed in range(12):
+    for seed in range(6):
         model = Model(name, tmp_path / str(seed), seed)
         for number in range(4):
             model.start(fault if number == 2 else "")
@@ -153,4 +153,4 @@ def test_every_fault_is_found_and_nothing_else(name: str, fault: str, tmp_path: 
             if name not in IN_LANES:
                 assert proof.once == len(seen), about
             assert not proof.repeated and not proof.never, about
-    assert found >= (0 if not fault or (fault == "lost" and name not in ("rows", "sizes")) else 3)
+    assert found >= (0 if not fault or (fault == "lost" and name not in ("rows", "sizes")) else 2)

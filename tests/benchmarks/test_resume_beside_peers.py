@@ -89,6 +89,7 @@ def test_the_first_error_of_a_rank_ends_a_leg(dataset: launch.Data) -> None:
         launch.run_leg("nobody", dataset, Topology(1, 0, 24), states=[], steps=1)
 
 
+@pytest.mark.slow
 def test_real_ranks(dataset: launch.Data, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two ranks in processes of their own, and three after them: every row once, and no process is left."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # named in the arguments of every rank and worker

@@ -251,7 +251,7 @@ def test_every_save_point_resumes_with_the_rows_left_of_each_epoch(lake: Path, w
     for epoch in range(3):
         dataset.set_epoch(epoch)
         whole.append(ids(loader))
-    for start in range(2):
+    for start in (1,) if workers else (0, 1):
         states = {}
         for point in SAVE_POINTS:
             states[point], delivered = run_to(point, start, lake, workers)
