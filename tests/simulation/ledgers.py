@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from midepoch.audit import read_run
-from midepoch.audit.journal import COUNTERS, Journal, records_in
+from midepoch.audit.journal import COUNTERS, head_of, records_in
 from midepoch.audit.records import HEADER
 from midepoch.errors import MidepochError
 from simulation.history import History, folder_in_memory
@@ -81,16 +81,10 @@ def _records(path: Path) -> list[Stored]:
 
 
 def _write(path: Path, records: list[Stored]) -> None:
-    path.unlink()
-    journal = Journal(path)
+    data = bytearray()
     for kind, number, content in records:
-        if kind == COUNTERS:
-            counters = journal.append_counters(len(content) // 8)
-            for place, count in enumerate(memoryview(content).cast("q")):
-                counters[place] = count
-        else:
-            journal.append(kind, content, number)
-    journal.close()
+        data += head_of(kind, number, content, len(data)) + content + bytes(-len(content) % 8)
+    path.write_bytes(data)
 
 
 def _of_kind(records: list[Stored], kind: bytes) -> list[int]:

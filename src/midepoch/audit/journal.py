@@ -55,6 +55,11 @@ def _checksum(kind: bytes, number: int, content: Any, place: int) -> int:
     return zlib.crc32(b"" if kind == COUNTERS else content, zlib.crc32(head))
 
 
+def head_of(kind: bytes, number: int, content: bytes, place: int) -> bytes:
+    """Return the head of a record at a place."""
+    return _HEAD.pack(kind, len(content), _checksum(kind, number, content, place), number)
+
+
 def records_in(data: Any, place: int = 0) -> Iterator[Record]:
     """Yield the records of a journal, from a place on. A record that is cut off ends them."""
     data = memoryview(data)
@@ -107,8 +112,7 @@ class Journal:
                 break
         try:
             self._store(place + _HEAD.size, content)
-            checksum = _checksum(kind, number, content, place)
-            self._store(place, _HEAD.pack(kind, len(content), checksum, number))  # last: else there is no record
+            self._store(place, head_of(kind, number, content, place))  # last: without it, there is no record
         except BaseException:
             self._end = place if self._end == place + size else self._end
             raise
