@@ -6,18 +6,21 @@ each pass begins where the pass before it was left: then the intervals tile the 
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from midepoch.audit.lanes import At, LeafPlace, places
+from midepoch.audit.lanes import At, LeafPlace, StagePart, places
 from midepoch.audit.orders import KnownOrder
 from midepoch.audit.passes import Generation
+from midepoch.errors import DataNotFoundError
 from midepoch.order import Shard
+from midepoch.order.intervals import EMPTY
 
 
 class Delivery(NamedTuple):
@@ -95,14 +98,25 @@ class LaneRun:
 
     def intervals(self, one: Generation, lane: int, first: int, stop: int) -> Iterator[Interval]:
         """Yield the rows that steps ``first`` to ``stop`` of a pass consumed in a lane."""
-        for a, b in zip(self.after(one, lane, first), self.after(one, lane, stop), strict=True):
-            if (a.epoch, a.lane) == (b.epoch, b.lane):
-                if a[3:6] != b[3:6]:
-                    yield Interval(a.leaf, a.epoch, a.lane, a.row, b.row, a.part, b.part)
+        return self._between(self.after(one, lane, first), self.after(one, lane, stop))
+
+    def _between(
+        self, begin: Sequence[LeafPlace], end: Sequence[LeafPlace], last: Callable[[LeafPlace], LeafPlace] | None = None
+    ) -> Iterator[Interval]:
+        """Yield the rows between two places of a lane. ``last``: function that returns where the last group ends."""
+        for a, b in zip(begin, end, strict=True):
+            shared = max(a.scope, b.scope, key=len)
+            if all(begin[leaf].spot == end[leaf].spot for leaf in shared):
                 continue
-            # The source was iterated again in between, once: mixes draw one chunk at a time.
+            b = b if last is None else last(b)
+            ends = b.part if b.row < self._total(b) else ()  # at its end, what is in progress is of another source
+            if (a.epoch, a.lane, a.passes) == (b.epoch, b.lane, b.passes):
+                yield Interval(a.leaf, a.epoch, a.lane, a.row, b.row, a.part, ends)
+                continue
             yield Interval(a.leaf, a.epoch, a.lane, a.row, self._total(a), a.part)
-            yield Interval(b.leaf, b.epoch, b.lane, 0, b.row, (), b.part)
+            for epoch, shard in a.passes_until(b):  # a mix iterates a small source several times
+                yield Interval(a.leaf, epoch, shard, 0, shard.before(self._rows[a.leaf]))
+            yield Interval(b.leaf, b.epoch, b.lane, 0, b.row, (), ends)
 
     def rows_before(self, one: Generation) -> int:
         """Return the rows of the sources before the beginning of a pass, in all lanes."""
@@ -137,11 +151,12 @@ class LaneRun:
         for lane in range(one.lanes):
             track = one.owner(lane)
             steps = 0 if track is None else min(track.delivered, one.kept_steps) + (track.end is not None)
-            for each in self.intervals(one, lane, 0, steps):
-                order = self._sources[each.leaf].at(each.epoch)
-                positions = order.positions_of_rows(excluded[each.leaf].positions())
-                own = positions[positions % each.lane.count == each.lane.index] // each.lane.count
-                total += int(((own >= each.first) & (own < each.stop)).sum())
+            for a, b in zip(self.after(one, lane, 0), self.after(one, lane, steps), strict=True):
+                stop = self._total(a) if b.run else b.row
+                rows = excluded[a.leaf].positions() if not a.run else EMPTY.positions()  # only the first time counts
+                positions = self._sources[a.leaf].at(a.epoch).positions_of_rows(rows)
+                own = positions[positions % a.lane.count == a.lane.index] // a.lane.count
+                total += int(((own >= a.row) & (own < stop)).sum())
         return total
 
     def counts(self, passes: Sequence[Generation], lane: int) -> RowCounts:
@@ -185,9 +200,12 @@ class LaneRun:
         return sum(begin != end for (_, end), (begin, _) in pairwise(ends))
 
     def deliveries(
-        self, one: Generation, number: int, step: int, later: Sequence[Generation] = ()
+        self, one: Generation, number: int, step: int, later: Sequence[Generation] = (), *, known: bool = False
     ) -> Iterator[Delivery]:
-        """Yield the rows of step ``number`` of a pass, which is ``step`` of the run. ``later``: the passes after it."""
+        """Yield the rows of step ``number`` of a pass, which is ``step`` of the run. ``later``: the passes after it.
+
+        ``known``: raise DataNotFoundError if it is not known which rows these are.
+        """
         for lane in range(one.lanes):
             track = one.owner(lane)
             if track is None or track.delivered <= number:
@@ -195,8 +213,7 @@ class LaneRun:
             rank = next(rank for rank, other in one.of_rank.items() if other.track is track)
             if not one.received(rank, number):
                 continue
-            for each in self.intervals(one, lane, number, number + 1):
-                each = self._with_groups(one, lane, each, number + 1, later)
+            for each in self._touched(one, lane, number, number + 1, later, known=known):
                 positions = each.lane.locals(each.first, each.first + each.touched)
                 rows = self._sources[each.leaf].at(each.epoch).chosen(positions)
                 for i, (position, row) in enumerate(zip(positions.tolist(), rows.tolist(), strict=True)):
@@ -204,29 +221,66 @@ class LaneRun:
                     ends = each.ends if i == each.stop - each.first else ()
                     yield Delivery(step, one.shape.epoch, position, rank, row, each.leaf, _part(begins, ends))
 
-    def _with_groups(
-        self, one: Generation, lane: int, found: Interval, step: int, later: Sequence[Generation]
-    ) -> Interval:
-        """Return an interval with all rows of the group in which it ends: any of them may be in its outputs.
+    def _touched(
+        self, one: Generation, lane: int, first: int, stop: int, later: Sequence[Generation], *, known: bool = False
+    ) -> Iterator[Interval]:
+        """Yield the rows of which steps ``first`` to ``stop`` may have outputs.
 
-        The group ends where the next one begins, in this pass or in one that continues it.
+        Those of a group can be of any of its rows. It ends where the next one begins, in this pass or in one that
+        continues it. ``known``: raise DataNotFoundError if that is not recorded.
         """
-        if not any(kind == "group" for kind, _ in found.ends):
-            return found
-        for other in (one, *later):
-            track = other.owner(lane) if other.shape.epoch == one.shape.epoch else None
-            if track is None:
-                continue
-            steps = range(step if other is one else 0, track.delivered + (track.end is not None) + 1)
-            after = bisect_right(steps, found.stop, key=lambda step: self._row(other, lane, step, found))
-            if after < len(steps):
-                return found._replace(stop=self._row(other, lane, steps[after], found) - 1)
-        return found
 
-    def _row(self, one: Generation, lane: int, step: int, found: Interval) -> int:
-        """Return the row of a lane in a source after a step, or its end if the source is iterated again by then."""
-        place = next(each for each in self.after(one, lane, step) if each.leaf == found.leaf)
-        return place.row if (place.epoch, place.lane) == (found.epoch, found.lane) else self._total(place)
+        def group_end(place: LeafPlace) -> LeafPlace:
+            found = self._group_end(place.leaf, one, lane, stop, later)
+            if found is None and known:
+                raise DataNotFoundError(
+                    "its outputs are of a group of rows, such as a window of a shuffle, and the run has not come to "
+                    "the end of it"
+                )
+            return found or place
+
+        return self._between(self.after(one, lane, first), self.after(one, lane, stop), group_end)
+
+    def _group_end(
+        self, leaf: int, one: Generation, lane: int, step: int, later: Sequence[Generation]
+    ) -> LeafPlace | None:
+        """Return where the group that is in progress after a step ends in a source, or the place if there is none.
+
+        None if its end is not recorded.
+        """
+        same = (other for other in (one, *later) if other.shape.epoch == one.shape.epoch)
+        passes: Sequence[Generation] = [other for other in same if other.owner(lane) is not None]
+        found, depth = self.after(one, lane, step), 0
+        while group := next((each for each in found[leaf].stages if each.kind == "group" and each.depth > depth), None):
+            depth = group.depth  # the last group of groups may end inside of another
+            begins = [found[each].below(depth).spot for each in group.leaves]
+            following = self._next_group(passes, lane, step, group, begins)
+            if following is None:
+                return None
+            passes, step = following
+            found = self.after(passes[0], lane, step)
+        return found[leaf].below(depth) if depth else found[leaf]
+
+    def _next_group(
+        self, passes: Sequence[Generation], lane: int, step: int, group: StagePart, begins: list[Any]
+    ) -> tuple[Sequence[Generation], int] | None:
+        """Return the pass, with those after it, and the step in it after which a later group is in progress.
+
+        ``passes``: the first has the group in progress, after ``step`` of it. None if the next is not recorded.
+        """
+
+        def is_later(one: Generation, step: int) -> bool:
+            found = self.after(one, lane, step)
+            return [found[leaf].below(group.depth).spot for leaf in group.leaves] != begins
+
+        for number, one in enumerate(passes):
+            track = one.owner(lane)
+            assert track is not None
+            steps = range(0 if number else step, track.delivered + (track.end is not None) + 1)
+            after = bisect_left(steps, True, key=partial(is_later, one))
+            if after < len(steps):
+                return passes[number:], steps[after]
+        return None
 
     def steps_of_row(
         self, one: Generation, before: int, row: int, source: int, later: Sequence[Generation] = ()
@@ -259,13 +313,9 @@ class LaneRun:
         self, one: Generation, lane: int, wanted: tuple[int, int], first: int, stop: int, later: Sequence[Generation]
     ) -> bool:
         row, source = wanted
-        begin, end = (self.after(one, lane, step)[source] for step in (first, stop))
-        if abs(end.run - begin.run) > 1:
-            return True  # iterated more than once in between
-        for each in self.intervals(one, lane, first, stop):
+        for each in self._touched(one, lane, first, stop, later):
             if each.leaf != source:
                 continue
-            each = self._with_groups(one, lane, each, stop, later)
             positions = self._positions_of(row, source, each.epoch)
             own = positions[positions % each.lane.count == each.lane.index] // each.lane.count
             if ((own >= each.first) & (own < each.first + each.touched)).any():

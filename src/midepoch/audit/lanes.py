@@ -26,7 +26,7 @@ from midepoch.pipeline.chunk import at_mark
 from midepoch.pipeline.cursor import NO_LANES, Cursor, FlowAt, LaneCursor, flatten, listed
 from midepoch.pipeline.lanes import StepOutputs
 from midepoch.pipeline.leaf import Leaf
-from midepoch.pipeline.mixed import BORROWING, place_of
+from midepoch.pipeline.mixed import BORROWING, ENDED, FIRST, place_of
 from midepoch.pipeline.node import Concat, Local, Mix, Node, Slice, Zip
 from midepoch.transforms.packing import PackSpec
 
@@ -229,6 +229,25 @@ def _kind(stage: Any) -> str:
     return "outputs" if isinstance(stage, Local) and not stage.grouped else "group"
 
 
+class PassOver(NamedTuple):
+    """A pass over a part of a mix: the epoch and lane of the mix, and the number and stage of the pass."""
+
+    epoch: int
+    lane: Shard
+    run: int
+    stage: int
+    scheduled: bool = False
+    """True if the mix has a schedule, which may end a part before all of its passes."""
+
+
+class StagePart(NamedTuple):
+    """A stage of which a part is delivered: the number of stages after it, its kind, and its sources."""
+
+    depth: int
+    kind: str
+    leaves: range
+
+
 class LeafPlace(NamedTuple):
     """Position of a lane in one source: the epoch and lane of the source, the row, and the delivered part of the row.
 
@@ -248,6 +267,36 @@ class LeafPlace(NamedTuple):
     """True if some of the outputs of the row itself have been delivered."""
     first: int = -1
     """Rows that yielded outputs in the first pass over the source, if it is iterated again; -1 if unknown."""
+    passes: tuple[PassOver, ...] = ()
+    """The passes over the parts of mixes that it is in, from the outermost mix to the innermost."""
+    stages: tuple[StagePart, ...] = ()
+    """The stages of which a part is delivered, from the outermost to the innermost."""
+
+    @property
+    def scope(self) -> range:
+        """The sources that have a part in common: what is in progress is of one of them."""
+        return self.stages[0].leaves if self.stages else range(self.leaf, self.leaf + 1)
+
+    @property
+    def spot(self) -> tuple[Any, ...]:
+        """The place itself, without counts of rows before it, which begin again with every pass of a loader."""
+        return self.passes, self.row, self.part
+
+    def below(self, depth: int) -> LeafPlace:
+        """Return the place before a stage and those after it: where a group in progress begins."""
+        inner = tuple(each for each in self.stages if each.depth > depth)
+        part = self.part[: len(self.part) - len(self.stages) + len(inner)]
+        return self._replace(part=part, stages=inner)
+
+    def passes_until(self, later: LeafPlace) -> Iterator[tuple[int, Shard]]:
+        """Yield epoch and lane of the passes over the source between this place and one in a later pass."""
+        last, first = later.passes[-1] if later.passes else PassOver(0, self.lane, 0, FIRST), 0
+        if last.scheduled and (last.run >= ENDED or not (later.row or later.part)):
+            return
+        if self.passes[:-1] == later.passes[:-1] and (last.stage == BORROWING) == (self.passes[-1].stage == BORROWING):
+            first = self.passes[-1].run + 1
+        for run in range(first, last.run):
+            yield place_of(run, last.stage, last.epoch, last.lane)
 
 
 def places(tree: Mapping[str, Any], at: At, epoch: int, lane: Shard) -> list[LeafPlace]:
@@ -256,44 +305,72 @@ def places(tree: Mapping[str, Any], at: At, epoch: int, lane: Shard) -> list[Lea
 
 
 def _places(
-    tree: Mapping[str, Any], at: At, epoch: int, lane: Shard, part: tuple[tuple[str, int], ...], run: int
+    tree: Mapping[str, Any],
+    at: At,
+    epoch: int,
+    lane: Shard,
+    part: tuple[tuple[str, int], ...],
+    run: int,
+    passes: tuple[PassOver, ...] = (),
+    stages: tuple[StagePart, ...] = (),
+    depth: int = 0,
 ) -> Iterator[LeafPlace]:
     for kind in reversed(tree["stages"]):
-        at, count, *_ = at
+        (at, count, *_), depth = at, depth + 1
         if count and kind != "number":
             part = ((kind, int(count)), *part)
+            stages = (*stages, StagePart(depth, kind, _leaves(tree)))
     if "leaf" in tree:
         row, outputs, *kept = at
         if outputs:
             part = (("outputs", int(outputs)), *part)
         count, first = (int(kept[0]), int(kept[1])) if kept else (0, -1)  # a cursor of a state has no counts
-        yield LeafPlace(
-            tree["leaf"], epoch, lane, int(row), count if tree["kept"] else None, part, run, outputs > 0, first
-        )
+        counted = count if tree["kept"] else None
+        yield LeafPlace(tree["leaf"], epoch, lane, int(row), counted, part, run, outputs > 0, first, passes, stages)
     elif "mix" in tree:
         for inner, (again, stage, cursor) in zip(tree["mix"], at[2], strict=True):
-            where = place_of(int(again), int(stage), epoch, lane)
-            yield from _places(inner, cursor, *where, part, run + int(again) + (stage == BORROWING))
+            over = PassOver(epoch, lane, int(again), int(stage), scheduled=len(at) > 4)
+            where = place_of(over.run, over.stage, epoch, lane)
+            runs = run + over.run + (stage == BORROWING)
+            yield from _places(inner, cursor, *where, part, runs, (*passes, over), stages, depth)
     elif "concat" in tree:
         number, cursor, *before = at
         kept = iter(before[0] if before else ())
         for other, inner in enumerate(tree["concat"]):
             if other == number:
-                yield from _places(inner, cursor, epoch, lane, part, run)
+                yield from _places(inner, cursor, epoch, lane, part, run, passes, stages, depth)
             else:
-                yield from _whole(inner, epoch, lane, other < number, run, kept)
+                yield from _whole(inner, epoch, lane, other < number, run, kept, passes, stages)
     else:
         for inner, cursor in zip(tree["zip"], at, strict=True):
-            yield from _places(inner, cursor, epoch, lane, part, run)
+            yield from _places(inner, cursor, epoch, lane, part, run, passes, stages, depth)
+
+
+def _leaves(tree: Mapping[str, Any]) -> range:
+    """Return the numbers of the sources of a pipeline."""
+    if "leaf" in tree:
+        return range(tree["leaf"], tree["leaf"] + 1)
+    parts = next(tree[kind] for kind in ("mix", "concat", "zip") if kind in tree)
+    return range(_leaves(parts[0]).start, _leaves(parts[-1]).stop)
 
 
 def _whole(
-    tree: Mapping[str, Any], epoch: int, lane: Shard, over: bool, run: int, kept: Iterator[int]
+    tree: Mapping[str, Any],
+    epoch: int,
+    lane: Shard,
+    over: bool,
+    run: int,
+    kept: Iterator[int],
+    passes: tuple[PassOver, ...],
+    stages: tuple[StagePart, ...],
 ) -> Iterator[LeafPlace]:
     """Yield the sources of a part that is complete or has not begun. A row of -1 is the end."""
     if "leaf" in tree:
-        count = int(next(kept, -1)) if over else 0
-        yield LeafPlace(tree["leaf"], epoch, lane, -1 if over else 0, count if count >= 0 else None, (), run)
-    for kind in ("mix", "concat", "zip"):
-        for inner in tree.get(kind, ()):
-            yield from _whole(inner, epoch, lane, over, run, kept)
+        count, row = int(next(kept, -1)) if over else 0, -1 if over else 0
+        counted = count if count >= 0 else None
+        yield LeafPlace(tree["leaf"], epoch, lane, row, counted, (), run, passes=passes, stages=stages)
+    for inner in tree.get("mix", ()):
+        first = (*passes, PassOver(epoch, lane, 0, FIRST))
+        yield from _whole(inner, *place_of(0, FIRST, epoch, lane), over, run, kept, first, stages)
+    for inner in (*tree.get("concat", ()), *tree.get("zip", ())):
+        yield from _whole(inner, epoch, lane, over, run, kept, passes, stages)

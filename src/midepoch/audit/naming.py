@@ -167,7 +167,13 @@ def _rows_at(run: Run, at: _Place, step: int) -> list[Delivery]:
                 f"the rows of step {step} are not recorded: its process ended before they were written. Those of "
                 "the last seconds before a crash may be missing."
             )
-        return list(run.lanes_of(one).deliveries(one, place, step, run.generations[number + 1 :]))
+        later = run.generations[number + 1 :]
+        try:
+            return list(run.lanes_of(one).deliveries(one, place, step, later, known=True))
+        except DataNotFoundError as problem:
+            raise DataNotFoundError(
+                f"the rows of step {step} are not known: {problem}. Record the run with provenance=True."
+            ) from None
     found: list[tuple[int, int]] = []
     for rank in one.of_rank:
         if one.received(rank, place):
