@@ -43,3 +43,15 @@ def test_filtered_rows_are_those_of_the_filter(
             pass
         epoch = read_run(folder).epochs[0]
         assert (epoch.once, epoch.repeated, epoch.never, epoch.filtered) == (ROWS, 0, 0, ROWS - limit), stop
+
+
+def test_a_source_that_is_first_drawn_from_in_the_middle_of_a_chunk_is_recorded(tmp_path: Path) -> None:
+    """Steps before it end between documents, and those after it within one."""
+    web, code = (
+        midepoch.from_dict({"input_ids": [[row] * length for row in range(count)]}).shuffle(seed=1).filter(bool)
+        for count, length in ((200, 4), (20, 6))
+    )
+    loader = midepoch.mix([web, code], [30, 1], seed=2).pack(4).with_lanes(1).loader(1, audit=tmp_path)
+    steps = sum(1 for _ in loader)
+    run = read_run(tmp_path)
+    assert run.exact and run.epochs[0].complete and run.steps == steps > 200

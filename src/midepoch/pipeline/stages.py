@@ -59,6 +59,8 @@ def token_table(
                     parts.append((some, values))
             left = np.where(mine, -1, left - count)
         width = parts[0][1].shape[1]
+        if any(values.shape[1] != width for _, values in parts):  # a source that a resume has not drawn from has less
+            return None
         found = np.zeros((len(outputs), width + 1 + (first_number >= 0)), np.int64)
         for some, values in parts:
             found[some, :width] = values
