@@ -41,6 +41,15 @@ At = Any
 """Cursor of a lane as nested lists of numbers (``listed``), which a record has."""
 
 
+class LaneRecord(NamedTuple):
+    """A record of some steps of a lane. ``width``: the numbers of its cursors, or 0 if their shape can change."""
+
+    kind: bytes
+    content: bytes
+    number: int
+    width: int
+
+
 class LaneRecorder:
     """The steps of a pass that are delivered and not written yet, of the lanes of a rank.
 
@@ -68,21 +77,22 @@ class LaneRecorder:
         lanes = [at.lanes[number] for number in self.numbers]
         return [lane.at for lane in lanes], [lane.taken for lane in lanes]
 
-    def records(self, delivered: int) -> Iterator[tuple[bytes, bytes, int]]:
-        """Yield what is to be written for the steps that are delivered: kind, content, and number of the lane.
+    def records(self, delivered: int) -> list[LaneRecord]:
+        """Return what is to be written for the steps that are delivered, in the order of the lanes.
 
         They are pending until ``written`` is called: an interrupt may come before.
         """
-        pending = self.pending[: delivered - self._written]
-        for lane, number in enumerate(self.numbers if pending else ()):
-            marks, taken = [places[0][lane] for places in pending], [places[1][lane] for places in pending]
-            yield *self._record(lane, marks, taken), number
+        first, pending = self._written + 1, self.pending[: max(0, delivered - self._written)]
+        lanes = enumerate(self.numbers if pending else ())
+        return [self._record(lane, number, first, pending) for lane, number in lanes]
 
-    def written(self, delivered: int) -> Places | None:
+    def written(self, delivered: int, records: Sequence[LaneRecord] = ()) -> Places | None:
         """Note that the records of all delivered steps are written. Return the end of the epoch, if one came to it."""
-        count, last = delivered - self._written, self.last
+        last, widths = self.last, [record.width for record in records] or self._widths
+        count = delivered - self._written if delivered > self._written else 0
         done, left = self.pending[:count], self.pending[count:]  # left: a step that is about to be delivered
-        self._written, self.pending = delivered, left  # no call between: an interrupt does not come here
+        # No call since the steps were counted: an interrupt does not come here.
+        self._written, self.pending, self._widths = self._written + count, left, widths
         ended = last.ended if isinstance(last, StepOutputs) else last is not None and last.lanes_ended
         return done[-1] if ended and done and not left else None
 
@@ -91,20 +101,21 @@ class LaneRecorder:
         lanes = zip(self.numbers, *places, strict=True)
         return [[number, [taken, listed(at_mark(mark), counts=True)]] for number, mark, taken in lanes]
 
-    def _record(self, lane: int, marks: Sequence[Any], taken: Sequence[int]) -> tuple[bytes, bytes]:
-        table, first = None, self._written + 1
+    def _record(self, lane: int, number: int, first: int, pending: Sequence[Places]) -> LaneRecord:
+        marks, taken = [places[0][lane] for places in pending], [places[1][lane] for places in pending]
+        table, width = None, self._widths[lane]
         if isinstance(marks[0], tuple) and all(isinstance(mark, tuple) and mark[0] is marks[0][0] for mark in marks):
             table = marks[0][0].table
-        if self._widths[lane] and table is not None:
+        if width and table is not None:
             values = table(np.array([outputs for _, outputs in marks]), False)
-            if values is not None and values.shape[1] == self._widths[lane]:
-                return NUMBERS, _numbers(first, np.array(taken), values)
+            if values is not None and values.shape[1] == width:
+                return LaneRecord(NUMBERS, _numbers(first, np.array(taken), values), number, width)
         cursors = [at_mark(mark) for mark in marks]
         shape: list[int] = []
         numbers = flatten(cursors[-1], shape)
-        self._widths[lane] = 0 if shape else len(numbers)
         places = [[count, listed(at, counts=True)] for count, at in zip(taken, cursors, strict=True)]
-        return CURSORS, zlib.compress(json.dumps([first, places], separators=(",", ":")).encode(), 1)
+        content = zlib.compress(json.dumps([first, places], separators=(",", ":")).encode(), 1)
+        return LaneRecord(CURSORS, content, number, 0 if shape else len(numbers))
 
 
 def _numbers(first: int, taken: Int64Array, values: Int64Array) -> bytes:

@@ -25,6 +25,7 @@ from contextlib import suppress
 from functools import partial
 from itertools import count
 from pathlib import Path
+from threading import RLock
 from typing import Any
 
 from midepoch._internal.hints import hinted_methods
@@ -156,6 +157,7 @@ def _leave_to_parent() -> None:
     """Count nothing in the files of the parent: called in a fork."""
     for ledger in _ledgers:
         ledger.counters, ledger.due, ledger._mark = list(ledger.counters), 0.0, 0.0  # the next step says so
+        ledger._writing = RLock()  # a thread of the parent may hold the other one
 
 
 if hasattr(os, "register_at_fork"):
@@ -193,6 +195,7 @@ class Ledger:
         self._began = self._mark = self._synced = self._waited = 0.0
         self._measured: MeasuredFigures | None = None
         self._base, self._latest = Figures(), Figures()
+        self._writing = RLock()  # a state may be saved in another thread, or by a handler of signals
         _ledgers.add(self)
 
     def __repr__(self) -> str:
@@ -368,13 +371,15 @@ class Ledger:
 
     def flush(self) -> None:
         """Write the cursors of the lanes that are pending: a state is saved, or another pass begins."""
-        lanes, steps = self.lanes, self.counters[Count.STEPS]
-        is_recorded = self._journal is not None and self._journal.is_open  # not in a fork, or after a failure
-        for kind, content, number in lanes.records(steps) if is_recorded else ():
-            self._append(kind, content, number)
-        end = lanes.written(steps)
-        if end is not None and is_recorded:  # also if no pass comes to ask for another batch
-            self._end(end)
+        with self._writing:
+            lanes, steps = self.lanes, self.counters[Count.STEPS]
+            is_recorded = self._journal is not None and self._journal.is_open  # not in a fork, or after a failure
+            records = lanes.records(steps) if is_recorded else []
+            for record in records:
+                self._append(record.kind, record.content, record.number)
+            end = lanes.written(steps, records)
+            if end is not None and is_recorded:  # also if no pass comes to ask for another batch
+                self._end(end)
 
     def leave(self) -> None:
         """Write what is pending: a pass ends, or is left."""
@@ -419,7 +424,8 @@ class Ledger:
             _log.error("batches of a forked process from its parent's loader are not recorded in %s", self.folder)
             return
         try:
-            journal.append(kind, content, number)
+            with self._writing:
+                journal.append(kind, content, number)
         except OSError as problem:
             self._lose(problem)
 
