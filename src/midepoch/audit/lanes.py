@@ -89,12 +89,14 @@ class LaneRecorder:
     def written(self, delivered: int, records: Sequence[LaneRecord] = ()) -> Places | None:
         """Note that the records of all delivered steps are written. Return the end of the epoch, if one came to it."""
         last, widths = self.last, [record.width for record in records] or self._widths
-        count = delivered - self._written if delivered > self._written else 0
-        done, left = self.pending[:count], self.pending[count:]  # left: a step that is about to be delivered
-        # No call since the steps were counted: an interrupt does not come here.
-        self._written, self.pending, self._widths = self._written + count, left, widths
+        count = max(0, delivered - self._written)
+        done = self.pending[:count]
+        # No call from here on, so that no interrupt comes between. A step that is about to be delivered stays: the loop
+        # may add it at this moment, if a thread saves a state.
+        del self.pending[:count]
+        self._written, self._widths = self._written + count, widths
         ended = last.ended if isinstance(last, StepOutputs) else last is not None and last.lanes_ended
-        return done[-1] if ended and done and not left else None
+        return done[-1] if ended and done and not self.pending else None
 
     def end(self, places: Places) -> list[Any]:
         """Return the record of places at the end of the epoch."""

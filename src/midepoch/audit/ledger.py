@@ -341,8 +341,8 @@ class Ledger:
         """
         lanes = self.lanes
         places = (at.marks, at.after) if isinstance(at, StepOutputs) else lanes.places(at)
-        if lanes.pending:
-            for mark, other in zip(lanes.pending[0][0], places[0], strict=True):
+        for first, _ in lanes.pending[:1]:  # a thread that saves a state may write it at this moment
+            for mark, other in zip(first, places[0], strict=True):
                 if not (isinstance(mark, tuple) and isinstance(other, tuple) and mark[0] is other[0]):
                     self.flush()
                     break
