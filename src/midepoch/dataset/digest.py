@@ -94,7 +94,7 @@ class _Digest:
             return self._module(value)
         if kind is types.FunctionType:
             return self._function(value)
-        if isinstance(value, type):
+        if isinstance(value, type) and kind is not types.GenericAlias:  # in Python 3.10, list[int] is a type
             return self._class(value)
         if kind is types.BuiltinFunctionType:
             return self._builtin(value)
@@ -155,14 +155,14 @@ class _Digest:
             return self._parts("tokenizer", about)
         if hasattr(value, "__wrapped__"):
             return self._parts("wrapped", (kind, value.__wrapped__))
-        if is_dataclass(value) and not _is_users(kind.__module__):
+        if is_dataclass(value) and not _is_users(_module_of(kind)):
             return self._parts("object", (kind, [(each.name, getattr(value, each.name)) for each in fields(value)]))
         reduce = copyreg.dispatch_table.get(kind)
         reduced = value.__reduce_ex__(4) if reduce is None else reduce(value)
         if isinstance(reduced, str):
-            if _is_users(kind.__module__):
+            if _is_users(_module_of(kind)):
                 raise UndigestibleError(f"{_name(kind)}, which is only known by its name")
-            return _hashed("name", f"{_versioned(kind.__module__)} {reduced}".encode())
+            return _hashed("name", f"{_versioned(_module_of(kind))} {reduced}".encode())
         make, args, *rest = reduced
         items = [each if each is None or not hasattr(each, "__next__") else list(each) for each in rest]
         return self._parts("object", (kind, getattr(make, "__qualname__", ""), args, items))
@@ -180,6 +180,11 @@ _FUNCTIONS: dict[type, Callable[[Any], tuple[Any, ...]]] = {
 """Objects around functions, and what they are made of."""
 
 
+def _module_of(kind: type) -> str:
+    """Return the name of the module of a type. Some types of Cython have a descriptor there."""
+    return kind.__module__ if isinstance(kind.__module__, str) else builtins.__name__
+
+
 def _simple(value: Any) -> tuple[str, bytes] | None:
     """Return the kind of a plain value and its bytes, or None for others."""
     kind = type(value)
@@ -191,7 +196,7 @@ def _simple(value: Any) -> tuple[str, bytes] | None:
         return "dtype", repr(value.descr if value.fields else value).encode()
     if isinstance(value, np.generic) and not value.dtype.hasobject:
         return f"numpy {value.dtype.descr}", value.tobytes()
-    if kind.__module__.partition(".")[0] == "pyarrow":
+    if _module_of(kind).partition(".")[0] == "pyarrow":
         return _arrow(value)
     return None
 
@@ -250,7 +255,7 @@ def _tokenizer(value: Any) -> tuple[Any, ...] | None:
     """
     backend = getattr(value, "backend_tokenizer", None)
     given = value if backend is None else backend
-    if type(given).__module__.partition(".")[0] != "tokenizers" or not hasattr(given, "to_str"):
+    if _module_of(type(given)).partition(".")[0] != "tokenizers" or not hasattr(given, "to_str"):
         return None
     about = json.loads(given.to_str())
     if backend is None:
