@@ -354,3 +354,30 @@ def test_a_full_disk_ends_the_ledger_and_not_the_run(
     assert run.steps == 2 and run.epochs[0].pending == 29
     # Where not a single byte can be written any more, it looks like a run that was stopped there.
     assert len(run.problems) == mapped and all("the record is incomplete" in problem for problem in run.problems)
+
+
+@pytest.mark.parametrize(
+    ("kind", "filtered"), [(b"pass", False), (b"live", False), (b"mark", False), (b"pass", True), (b"curs", True)]
+)
+def test_a_pass_of_which_nothing_could_be_written_is_called_incomplete(
+    small_files: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: bytes, filtered: bool
+) -> None:
+    append, failing = Journal._append, [False]
+
+    def full(self: Journal, found: bytes, content: bytes, number: int = 0) -> int:
+        if found == kind and failing[0]:
+            failing[0] = False
+            raise OSError(28, "No space left on device")
+        return append(self, found, content, number)
+
+    monkeypatch.setattr(Journal, "_append", full)
+    monkeypatch.setattr(ledgers, "_MARK_SECONDS", 0.0)
+    monkeypatch.setattr(ledgers, "_FIRST_MARK", 0.0)
+    ds = midepoch.from_files(small_files).shuffle(seed=1)
+    loader = (ds.filter(lambda row: True) if filtered else ds).loader(4, collate_fn=list, audit=tmp_path)
+    for fails in (False, True, False):
+        failing[0] = fails
+        assert sum(1 for _ in loader) == 10
+    run = read_run(tmp_path)
+    assert not run.exact and 1 in run.incomplete and "the record is incomplete" in "".join(run.problems)
+    assert [one.complete for one in run.epochs] == [True, False, True]

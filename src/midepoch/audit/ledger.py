@@ -192,6 +192,7 @@ class Ledger:
         self._journal: Journal | None = None
         self._how, self._passed = "fresh", False  # how the run comes to its next pass; True if one was begun
         self._rows, self._beside, self._ends = ("", 0), False, False
+        self._gap = False  # True if the last pass could not be recorded
         self._began = self._mark = self._synced = self._waited = 0.0
         self._measured: MeasuredFigures | None = None
         self._base, self._latest = Figures(), Figures()
@@ -299,8 +300,10 @@ class Ledger:
                 return
             self.counters = journal.append_counters(len(Count))
         except OSError as problem:
+            self._gap = self._gap or not load
             self._lose(problem)
             return
+        self.counters[Count.LOST], self._gap = 2 * self._gap, False
         before, _latest[self._rows] = _latest.get(self._rows), self
         self._beside = self._how == "on" and before not in (None, self)
         if before is not None and before is not self:
@@ -439,7 +442,7 @@ class Ledger:
             "as incomplete. Recording is tried again with the next pass.",
             self.folder, problem.strerror or problem,
         )  # fmt: skip
-        self.counters[Count.LOST] = 1
+        self.counters[Count.LOST] |= 1
         self._close()
 
     def _close(self) -> None:

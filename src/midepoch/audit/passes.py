@@ -132,6 +132,11 @@ class Generation:
         return tuple(rank for rank, one in self.of_rank.items() if one.lost)
 
     @property
+    def gaps(self) -> tuple[int, ...]:
+        """Ranks that could not record a pass before this one."""
+        return tuple(rank for rank, one in self.of_rank.items() if one.gap)
+
+    @property
     def workers(self) -> int:
         """The most workers of a rank."""
         return max(one.header.workers for one in self.of_rank.values())

@@ -261,8 +261,8 @@ def _is_beyond(track: LaneTrack, lanes: list[int], done: Mapping[int, int], step
 
 
 def _is_look(one: Generation, run: Run) -> bool:
-    """Return True if no rank received more than a first batch, of several."""
-    if one.most_steps > 1 or one.leases or any(record.finished for record in one.of_rank.values()):
+    """Return True if no rank received more than a first batch, of several, as far as it could be recorded."""
+    if one.most_steps > 1 or one.leases or one.lost or any(record.finished for record in one.of_rank.values()):
         return False
     return one.in_lanes or run.plan_of(one).has(1)
 

@@ -44,7 +44,7 @@ class Count(IntEnum):
     SEEN = 1
     """Milliseconds from the time of the header to the last step, within a second."""
     LOST = 2
-    """1 if the ledger could not be written any further."""
+    """Bit 0: the ledger could not be written any further. Bit 1: a pass before this one could not be recorded."""
     BESIDE = 3
     """1 if another loader of the same rows recorded at the same time."""
 
@@ -311,6 +311,8 @@ class Passed:
     """Time of the last step, within a second."""
     lost: bool
     """True if the ledger could not be written any further in this pass."""
+    gap: bool
+    """True if a pass before this one could not be recorded."""
     beside: bool
     """True if another loader of the same rows recorded at the same time."""
     skipped: Sequence[tuple[int, int]]
@@ -358,7 +360,8 @@ def read_passes(path: Path) -> list[Passed]:
             header = PassHeader.from_json(bytes(records[first].content))
             following = records[first + 1 : stop]
             passed = _passed(header, following, path)
-            if header.is_load or passed.steps or any(record.kind in (OVER, ACKED, RETURNED) for record in following):
+            recorded = passed.steps or passed.lost or any(each.kind in (OVER, ACKED, RETURNED) for each in following)
+            if header.is_load or recorded:
                 found.append(passed)
     except StateError as problem:
         raise StateError(f"{path} cannot be read: {problem}.") from None
@@ -386,7 +389,8 @@ def _passed(header: PassHeader, records: Sequence[Record], path: Path) -> Passed
         (numbered(path) or (0, ""))[0],
         steps,
         seen=header.time + counters[Count.SEEN] / 1000,
-        lost=counters[Count.LOST] > 0,
+        lost=bool(counters[Count.LOST] & 1),
+        gap=bool(counters[Count.LOST] & 2),
         beside=counters[Count.BESIDE] > 0,
         skipped=[(step, rows) for _, (step, rows) in contents(SKIPPED)],
         marks=tuple(Mark(*mark)._replace(figures=Figures(*mark[3])) for _, mark in contents(MARK)),

@@ -186,7 +186,11 @@ class Run:
     @property
     def incomplete(self) -> set[int]:
         """The epochs in which the ledger could not be written: rows counted as never may have been delivered."""
-        return {one.shape.epoch for one in self.generations if one.lost}
+        found = {one.shape.epoch for one in self.generations if one.lost}
+        for number, one in enumerate(self.generations):
+            if one.gaps:  # of a pass that is not recorded, the epoch is not known
+                found |= set(range(self.generations[number - 1].shape.epoch if number else 0, one.shape.epoch + 1))
+        return found
 
     @cached_property
     def problems(self) -> list[str]:
@@ -211,6 +215,13 @@ class Run:
             "delivered"
             for one in self.generations
             if one.lost
+        ]
+        problems += [
+            f"after step {one.before:,}: the record is incomplete, because the ledger of rank "
+            f"{', '.join(map(str, one.gaps[:8]))} could not be written when a pass before that step began. Rows "
+            "counted as never may have been delivered"
+            for one in self.generations
+            if one.gaps
         ]
         if any(one.first.reused and one.missing for one in self.every):
             problems.append(
