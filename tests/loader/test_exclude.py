@@ -778,3 +778,26 @@ def test_documents_that_are_excluded_before_they_are_packed_have_no_token_left(
         resumed = make()
         resumed.load_state_dict(json.loads(json.dumps(state)))
         assert tokens(before) + tokens(resumed) == seen
+
+
+def test_an_excluded_row_of_two_windows_leaves_no_empty_batch(tmp_path: Path) -> None:
+    """Windows of three outputs, two of each row: the second row is in two of them."""
+    rows = midepoch.from_dict({"id": range(4)}).flat_map(lambda row: [row, row]).with_lanes(1)
+
+    def make(ledger: Path | None = None) -> midepoch.Loader:
+        return rows.loader(max_tokens=1, length=lambda row: 1, bucket_window=3, collate_fn=list, audit=ledger)
+
+    loader = make(tmp_path)
+    batches = iter(loader)
+    first = [row["id"] for row in next(batches)]
+    loader.exclude(rows=[1])
+    states, rest = [loader.state_dict()], []
+    for batch in batches:
+        rest.append([row["id"] for row in batch])
+        states.append(loader.state_dict())
+    assert sorted([first, *rest]) == [[0], [0], [2], [2], [3], [3]] and loader.steps == 6
+    for number, state in enumerate(states[:-1]):
+        resumed = make()
+        resumed.load_state_dict(state)
+        assert [[row["id"] for row in batch] for batch in resumed] == rest[number:] and resumed.steps == 6
+    assert read_run(tmp_path).exact and read_run(tmp_path).steps == 6

@@ -234,6 +234,8 @@ class LaneSteps:
         full = size * self._lanes.share.shard.count  # outputs of a step, of all ranks that share the lanes
         full = full if left is None else min(full, left)
         outputs = self._lanes.take(size, left)
+        while outputs is not None and self._lanes.spares and not outputs.row_count:  # all of its rows are excluded
+            outputs = self._lanes.take(size, left)
         if outputs is None or (self._last_batch == "drop" and outputs.total < full):
             return None
         self._step += 1
@@ -303,7 +305,7 @@ class LaneBatches:
                 value, traced = self._presenter.padding(self._something(), self._epoch)
                 return MadeBatch(value, self.end, traced=traced)
             rows = deal.items.row_count if isinstance(deal.items, Bunches) else len(deal.items)
-            if len(deal.items):
+            if rows:
                 self._last = deal.items
                 value, traced = self._presenter.batch(deal.items, self._epoch)
             elif self._options.last_batch == "pad":

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from midepoch.order import Shard
 from midepoch.order.schedule import Schedule
-from midepoch.pipeline.chunk import Items, Pulled, Puller, at_mark, joined
+from midepoch.pipeline.chunk import Bunches, Items, Pulled, Puller, at_mark, joined
 from midepoch.pipeline.cursor import Cursor, FlowAt, LaneCursor, below
 from midepoch.pipeline.leaf import Leaf, is_one_to_one
 from midepoch.pipeline.node import Concat, Local, Mix, Node, Slice, Window
@@ -159,6 +159,8 @@ class Lanes:
         self.live = [not lane.ended for lane in self._lanes]
         self.done = [lane.done for lane in self._lanes] if any(lane.done for lane in self._lanes) else None
         """For each lane the numbers of outputs that are dropped, or None if there are none."""
+        self.spares = any(lane.spared for lane in self._lanes)
+        """True if batches by tokens may have excluded rows, which take part in forming them, and no others."""
         self.intakes = [
             Puller(
                 open_flow(spec, bundles, self.packing, cursor.epoch, Shard(number, lanes), lane.at, lane.spared),
@@ -287,6 +289,14 @@ class StepOutputs:
         taken = zip(self._taken, self._numbers_taken(), strict=True)
         kept = ~np.concatenate([self._done[lane].contains(numbers) for (lane, _), numbers in taken])
         return np.flatnonzero(kept if self._order is None else kept[self._order])
+
+    @property
+    def row_count(self) -> int:
+        """The rows of all processes that share these lanes, without those of dropped outputs."""
+        items = joined([pulled.items() for _, pulled in self._taken])
+        if self._done is not None:
+            items = items.keep(self._kept if self._order is None else self._order[self._kept])
+        return items.row_count if isinstance(items, Bunches) else len(items)
 
     @property
     def some(self) -> Items:
