@@ -801,3 +801,26 @@ def test_an_excluded_row_of_two_windows_leaves_no_empty_batch(tmp_path: Path) ->
         resumed.load_state_dict(state)
         assert [[row["id"] for row in batch] for batch in resumed] == rest[number:] and resumed.steps == 6
     assert read_run(tmp_path).exact and read_run(tmp_path).steps == 6
+
+
+def test_rows_with_which_a_mix_would_end_inside_of_a_window_in_progress_are_refused() -> None:
+    """The last row of the first source keeps the mix going, so the second one is iterated again meanwhile."""
+    sources = [midepoch.from_dict({"id": range(first, first + 17 - first // 2)}).shuffle(seed=1) for first in (0, 20)]
+    ds = midepoch.mix(sources, [1, 1], seed=4, stop="all").shuffle(seed=3, window=8).with_lanes(1)
+    whole = [batch["id"][0] for batch in ds.with_format("python").loader(1)]
+    last = max(position for position, row in enumerate(whole) if row < 20)
+    refused = 0
+    for steps in range(1, last // 8 * 8):
+        loader = ds.with_format("python").loader(1)
+        batches = iter(loader)
+        came = [next(batches)["id"][0] for _ in range(steps)]
+        try:
+            loader.exclude(documents=[(0, whole[last])])
+        except ValueError as problem:
+            assert "a source of the mix ends earlier" in str(problem)  # noqa: PT017  (at some steps)
+            refused += 1
+            assert [batch["id"][0] for batch in batches] == whole[steps:], "nothing has changed"
+            continue
+        came += [batch["id"][0] for batch in batches]
+        assert {row for row in came if row < 20} == set(range(17)) - {whole[last]}, f"after step {steps}"
+    assert 0 < refused < 8

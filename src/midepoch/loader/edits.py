@@ -14,15 +14,18 @@ from typing import Any, NamedTuple
 
 from midepoch.audit.naming import rows_delivered_at
 from midepoch.audit.run import Run, read_run
+from midepoch.errors import CheckpointMismatchError
 from midepoch.loader.lanes import LaneSteps
 from midepoch.loader.options import Options
 from midepoch.loader.plans import make_plan
 from midepoch.order import Shard
 from midepoch.order.intervals import EMPTY, Intervals
+from midepoch.pipeline.chunk import Puller
 from midepoch.pipeline.cursor import Cursor, LaneCursor, WindowAt, spared_key
-from midepoch.pipeline.node import Mix, rows_by_source, source_names
+from midepoch.pipeline.leaf import Leaf
+from midepoch.pipeline.node import Mix, Node, rows_by_source, source_names
 from midepoch.pipeline.plans import TokenPlan
-from midepoch.pipeline.reach import Reach, outputs_of_rows, up_to_done
+from midepoch.pipeline.reach import Reach, open_flow, outputs_of_rows, up_to_done
 from midepoch.pipeline.rows import excluded_rows
 from midepoch.pipeline.spec import PipelineSpec
 from midepoch.pipeline.stages import Packing
@@ -181,8 +184,31 @@ def _sparing(before: PipelineSpec, after: PipelineSpec, cursor: Cursor) -> Curso
                 rows = rows.before_(drawn.row) if (epoch, shard) == last else rows
                 spared[key] = spared.get(key, EMPTY).union(rows)
         excluded = lane.excluded.union(gone.minus(lane.ahead))
-        lanes[number] = replace(lane, excluded=excluded, spared={key: rows for key, rows in spared.items() if rows})
+        edited = replace(lane, excluded=excluded, spared={key: rows for key, rows in spared.items() if rows})
+        if made.count and _ends_with_all(before.node) and not _makes(after, cursor.epoch, own, edited, made.count):
+            raise ValueError(
+                "exclude(…): without these rows a source of the mix ends earlier, and with it a window or a group of "
+                "which some outputs are delivered. Exclude their steps, or exclude the rows when the next epoch begins."
+            )
+        lanes[number] = edited
     return cursor._replace(lanes=lanes)
+
+
+def _ends_with_all(node: Node) -> bool:
+    """Return True if a mix ends with the last of its sources: what it draws depends on the rows that are left."""
+    base = node.base
+    if isinstance(base, Leaf):
+        return False
+    return (isinstance(base, Mix) and base.stop == "all") or any(map(_ends_with_all, base.parts))
+
+
+def _makes(spec: PipelineSpec, epoch: int, own: Shard, lane: LaneCursor, count: int) -> bool:
+    """Return True if a pipeline makes at least so many outputs from a cursor on, in the same groups."""
+    flow = open_flow(spec.node, spec.bundles_here(shared=False), Packing(), epoch, own, lane.at, lane.spared)
+    try:
+        return Puller(flow, lane.at).take(count).count == count
+    except CheckpointMismatchError:  # of the batches by tokens in progress
+        return False
 
 
 def mix_of(spec: PipelineSpec, what: str) -> Mix:
