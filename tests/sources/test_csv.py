@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import gzip
 import io
+import re
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,32 @@ def test_rows_are_those_of_pyarrow(kind: str, tmp_path: Path, monkeypatch: pytes
     assert list(ds) == expected
     assert len(expected) == 60
     assert len(ds.pipeline.source.layout.block_starts) > 3
+
+
+@pytest.mark.parametrize(("header", "delimiter"), [("a;b;c", ";"), ("a\tb", "\t"), ("a|b", "|")])
+def test_a_header_with_another_delimiter_is_refused(header: str, delimiter: str, tmp_path: Path) -> None:
+    path = tmp_path / "a.csv"
+    path.write_text(f"{header}\n{header}\n")
+    with pytest.raises(FormatError, match=re.escape(f"only column would be {header!r}. Pass delimiter={delimiter!r}")):
+        midepoch.from_files(path)
+    assert midepoch.from_files(path, delimiter=delimiter).column_names == header.split(delimiter)
+    assert midepoch.from_files(path, delimiter=",").column_names == [header]
+
+
+@pytest.mark.parametrize(
+    ("contents", "says"),
+    [
+        (b"1,hello\n2,world\n", "its first row, '1', 'hello', is used as names"),
+        ("a,b\ncaf\xe9,1\n".encode("latin-1"), "column 'a' is not UTF-8 text"),
+    ],
+    ids=["no header", "latin-1"],
+)
+def test_what_is_probably_not_meant_is_logged(
+    contents: bytes, says: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "a.csv").write_bytes(contents)
+    assert len(midepoch.from_files(tmp_path / "a.csv")) == 1
+    assert says in caplog.text
 
 
 def test_names_and_delimiters(tmp_path: Path) -> None:

@@ -44,6 +44,24 @@ def caused(problem: Exception, cause: Exception) -> Exception:
     return problem
 
 
+@pytest.mark.parametrize("suffix", ["parquet", "jsonl", "csv"])
+@pytest.mark.parametrize(
+    ("contents", "says"),
+    [
+        (
+            "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n",
+            "pointer of Git LFS.*git lfs pull",
+        ),
+        ("\n<!DOCTYPE html>\n<html><body>Sign in</body></html>\n", "HTML page, not the data. Download it again"),
+    ],
+    ids=["lfs", "html"],
+)
+def test_a_file_that_stands_for_the_data_is_named(contents: str, says: str, suffix: str, tmp_path: Path) -> None:
+    (tmp_path / f"a.{suffix}").write_text(contents)
+    with pytest.raises(midepoch.DataError, match=says):
+        midepoch.from_files(tmp_path / f"a.{suffix}")
+
+
 @pytest.mark.parametrize(
     ("problem", "expected"),
     [

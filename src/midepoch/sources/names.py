@@ -62,6 +62,12 @@ _NOT_READ = {
     ".npz": ("NumPy archive", "Call midepoch.from_dict(dict(numpy.load(path)))"),
     ".safetensors": ("safetensors", "Call midepoch.from_dict(safetensors.numpy.load_file(path))"),
     ".avro": ("Avro", "Call midepoch.from_pandas(polars.read_avro(path))"),
+    **dict.fromkeys(
+        (".pkl", ".pickle"), ("pickle", "Load the object, and call midepoch.from_list(rows) or from_pandas")
+    ),
+    **dict.fromkeys((".pt", ".pth"), ("torch", "Call torch.load, then midepoch.from_dict or from_map_style")),
+    **dict.fromkeys((".xlsx", ".xls"), ("Excel", "Call midepoch.from_pandas(pandas.read_excel(path))")),
+    **dict.fromkeys((".db", ".sqlite"), ("SQLite", "Call midepoch.from_pandas(pandas.read_sql(query, connection))")),
     ".zip": ("ZIP", "Extract the files, or pass the address zip://**::path, which fsspec reads"),
 }
 """Formats that are not read, and the way to their rows."""
@@ -116,6 +122,15 @@ def formats_of(paths: list[str], wanted: str | None) -> list[str | None]:
 def format_of_bytes(start: bytes) -> str | None:
     """Return the format that the first bytes of a file indicate, or None."""
     return next((kind for magic, kind in _MAGIC.items() if start.startswith(magic)), None)
+
+
+def not_the_data(start: bytes) -> str | None:
+    """Return the sentence about a file that stands for the data, from its first bytes. None if it may be the data."""
+    if start.startswith(b"version https://git-lfs"):
+        return "it is a pointer of Git LFS, not the data. Run `git lfs pull`"
+    if start.lstrip()[:14].lower().startswith((b"<!doctype html", b"<html")):
+        return "it is an HTML page, not the data. Download it again, with a login if it needs one"
+    return None
 
 
 def not_read(paths: list[str]) -> str | None:

@@ -59,7 +59,7 @@ def unified(files: Sequence[str], scans: Sequence[Scanned], added: pa.Schema | N
         known = [field for field in schema if field.name not in added.names]
         schema = pa.schema([*known, *added], metadata=schema.metadata)
     if not len(schema):
-        raise FormatError(f"{files[0]}: no columns were found. Check the file, and the program that wrote it.")
+        raise FormatError(f"{files[0]}: no columns were found: is it empty? Check the program that wrote it.")
     return schema
 
 

@@ -282,7 +282,8 @@ class Store:
             remedy = "its permissions" if self.local else "the credentials in the environment or in storage_options"
             return FetchError(f"{name} cannot be {what}: access is denied ({text}). Check {remedy}.")
         if cause == "damaged":
-            return CorruptBlockError(f"{name} cannot be read ({tried}): {text}")
+            remedy = "It is damaged, or its name does not say what it is: copy it again, or rename it."
+            return CorruptBlockError(f"{name} cannot be read ({tried}): {text}. {remedy}")
         text = f"{name} could not be {what} ({tried}): {text}"
         if (seconds := retry_after(problem)) is not None:
             text += (

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import csv
 import io
+import logging
 import os
 import re
 from collections.abc import Sequence
@@ -22,11 +23,12 @@ from midepoch.sources.formats.base import Block, Format, Scanned, table_of
 from midepoch.sources.formats.compressed import contents
 from midepoch.sources.formats.cutting import Int64Array, broken_quoted_rows, is_closed, row_ends
 from midepoch.sources.formats.lines import Dialect, about_rows, check_text, read_rows, scan_text
-from midepoch.sources.names import COMPRESSIONS
+from midepoch.sources.names import COMPRESSIONS, not_the_data
 from midepoch.storage.damage import DamageError
 from midepoch.storage.open_files import Entry
 from midepoch.storage.stores import Store
 
+_log = logging.getLogger("midepoch")
 _HEADER = 1 << 20
 
 
@@ -48,7 +50,27 @@ class CsvFormat(Format):
                 f"{store.name(entry.path)}: several columns are named {', '.join(map(repr, twice))}. "
                 "Rename them in the file."
             )
+        other = next((each for each in ";,\t|" if each in names[0] and each != delimiter), None) if names else None
+        if len(names) == 1 and other is not None and self._chosen is None:
+            raise FormatError(
+                f"{store.name(entry.path)}: its only column would be {names[0]!r:.60}. Pass delimiter={other!r}, or "
+                f"delimiter={delimiter!r} if that is its name."
+            )
+        if any(name.isdecimal() for name in names):
+            _log.warning(
+                "%s: its first row, %s, is used as names of columns. If that is a row, add a header to the file.",
+                store.name(entry.path),
+                ", ".join(map(repr, names[:8])),
+            )
         found = scan_text(store, entry, _CsvRows(names, delimiter), start=start, skip_damage=skip_damage)
+        for field in found.schema:
+            if field.type == pa.binary():  # what pyarrow makes of text that is not UTF-8
+                _log.warning(
+                    "%s: column %r is not UTF-8 text, and its values are bytes. Convert the file: "
+                    "iconv -f latin1 -t utf-8.",
+                    store.name(entry.path),
+                    field.name,
+                )
         if not len(found.schema):
             found.schema = pa.schema([(name, pa.null()) for name in names])
         return found
@@ -124,6 +146,8 @@ def _header(store: Store, entry: Entry, delimiter: str) -> tuple[list[str], int]
         raise DamageError(f"{name}: its header is not UTF-8 text: {problem}") from None
     if "\r" in text.rstrip("\r\n") and "\n" not in text:
         raise FormatError(f"{name}: its lines end with a carriage return only. Write them with \\n.")
+    if (other := not_the_data(head)) is not None:
+        raise DamageError(f"{name}: {other}.")
     names = next(csv.reader(io.StringIO(text.strip("\r\n"), newline=""), delimiter=delimiter), [])
     return names, end
 

@@ -16,6 +16,8 @@ from midepoch.sources.formats.base import Block, Format, Scanned, table_of
 from midepoch.sources.formats.compressed import contents
 from midepoch.sources.formats.cutting import SPACE, Int64Array, bracket_depths, elements
 from midepoch.sources.formats.lines import Dialect, FilePieces, Piece, about_rows, check_text, read_rows, scan_text
+from midepoch.sources.names import not_the_data
+from midepoch.storage.damage import DamageError
 from midepoch.storage.open_files import Entry
 from midepoch.storage.stores import Store
 
@@ -34,6 +36,8 @@ class JsonFormat(Format):
         blank, first = _beginning(store, entry)
         if first.startswith(b"["):
             return scan_text(store, entry, _JsonRows(in_array=True), start=blank + 1, skip_damage=skip_damage)
+        if (other := not_the_data(first)) is not None:
+            raise DamageError(f"{store.name(entry.path)}: {other}.")
         if re.match(rb'\{[ \t]*\r?\n\s*"', first):
             raise FormatError(
                 f"{store.name(entry.path)}: this is one JSON object over several lines, expected one object per line "

@@ -178,7 +178,8 @@ class Dialect:
                 raise
             if _MIXED.search(str(problem)) and self.is_readable(data):
                 return None
-            return _PARSER_WORDS.sub("", str(problem)).rstrip()
+            text = _PARSER_WORDS.sub("", str(problem)).rstrip()
+            return "it is not a JSON object" if text.startswith("Column() changed from object") else text
         return None
 
     def broken(self, data: bytes) -> list[tuple[int, int]]:

@@ -16,6 +16,7 @@ from midepoch.sources.dictionaries import has_large_text, large_text, plain_type
 from midepoch.sources.fingerprints import fingerprint
 from midepoch.sources.formats.base import Block, Format, Scanned, table_of
 from midepoch.sources.formats.parquet_chunks import Chunks, column_chunks, definition_levels, sound
+from midepoch.sources.names import not_the_data
 from midepoch.storage.damage import DamageError, unreadable
 from midepoch.storage.open_files import Entry
 from midepoch.storage.stores import OpenFile, Store
@@ -236,6 +237,8 @@ def _read_footer(name: str, file: OpenFile, size: int) -> bytes:
     if tail[-4:] != _MAGIC:
         if tail[-4:] == b"PARE":
             raise FormatError(f"{name}: encrypted Parquet files are not supported.")
+        if (other := not_the_data(file.read_at(min(64, size), 0))) is not None:
+            raise DamageError(f"{name}: {other}.")
         raise DamageError(
             f"{name}: not a complete Parquet file: it does not end with {_MAGIC!r}. "
             "Pass format=… if it has another format. If it is truncated, copy or download it again."
