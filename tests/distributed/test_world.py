@@ -87,6 +87,15 @@ def test_who_is_asked_first(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogC
     assert [record.message for record in caplog.records].count("rank 1 of 3, found by torchrun") == 1
 
 
+def test_a_size_without_a_rank_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    with pytest.raises(midepoch.WorldError, match="WORLD_SIZE=4 without RANK.*Set RANK"):
+        find_world()
+    assert find_world(1, 4) == World(1, 4)
+    be(2, 4)
+    assert find_world() == World(2, 4)
+
+
 def test_contradictions_are_errors(monkeypatch: pytest.MonkeyPatch, small_files: list[str]) -> None:
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "3")

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from midepoch._internal.values import loaded
+from midepoch._internal.values import integer, loaded
 from midepoch.errors import WorldError
 
 _log = logging.getLogger("midepoch")
@@ -56,7 +56,8 @@ def find_world(rank: int | None = None, size: int | None = None, data_parallel: 
     if rank is not None and size is not None:
         if data_parallel is not None:
             raise ValueError("give either rank and world_size or data_parallel, not both")
-        if not 0 <= rank < size:
+        rank, size = integer(rank, "rank"), integer(size, "world_size", 1)
+        if rank >= size:
             raise ValueError(f"rank must be in [0, {size}), got {rank}")
         return World(rank, size)
     if data_parallel is not None:
@@ -88,6 +89,12 @@ def _detected() -> tuple[World, str]:
         raise WorldError(
             f"the rank of this process is ambiguous: {answers}. "
             "Pass rank= and world_size= (or data_parallel=), or initialise the frameworks consistently."
+        )
+    size = os.environ.get("WORLD_SIZE", "1")
+    if not worlds and size.isdigit() and int(size) > 1:
+        raise WorldError(
+            f"the environment sets WORLD_SIZE={size} without RANK, so every process would load all rows. Set RANK, "
+            "unset WORLD_SIZE, or pass rank= and world_size=."
         )
     return next(((world, origin) for origin, world in worlds.items()), (World(), "default"))
 
