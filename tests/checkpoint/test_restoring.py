@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 
+import midepoch
 from midepoch.checkpoint import (
     CheckpointDamagedError,
     PipelineCheckpoint,
@@ -52,6 +53,18 @@ def trained(value: float) -> tuple[Any, Any]:
             parameter.grad = torch.full_like(parameter, value)
     optimizer.step()
     return model, optimizer
+
+
+def test_what_is_saved_and_not_passed_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    loader = midepoch.from_dict({"id": range(8)}).loader(4)
+    model, optimizer = trained(1)
+    checkpoint = PipelineCheckpoint(tmp_path)
+    checkpoint.save(loader, model, optimizer, step=1)
+    checkpoint.restore_latest(loader, model, optimizer)
+    checkpoint.restore(model=model, step=1)  # as for inference
+    assert "also has" not in caplog.text
+    checkpoint.restore_latest(loader)
+    assert "step 1 also has the model and the optimizer, which restore was not given" in caplog.text
 
 
 def values(*things: Any) -> list[torch.Tensor]:

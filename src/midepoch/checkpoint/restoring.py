@@ -117,6 +117,15 @@ class LoadedStep:
         for restore in self.restores:
             _check_class(manifest, restore.name, restore.target)
             stateful.check_fits(restore.target, restore.outline, restore.name)
+        names = {restore.name for restore in self.restores} | self.models.keys()
+        left = [part for part in ("model", "optimizer") if part in manifest.parts and part not in names]
+        if left and "data" in names:
+            _log.warning(
+                "step %d also has the %s, which restore was not given and which stays as it is. Pass it, or its values "
+                "and the data are of different steps.",
+                manifest.step,
+                " and the ".join(left),
+            )
         if not self.models:
             self._restore_all([])
             return manifest.step
