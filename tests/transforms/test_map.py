@@ -52,6 +52,16 @@ def test_arguments(ds: midepoch.Dataset) -> None:
     assert ds.map(double).map(lambda row: {"four": row["double"] * 2}).select_columns("four")[5] == {"four": 20}
 
 
+def test_a_function_that_forgets_to_return_is_logged_once(
+    ds: midepoch.Dataset, caplog: pytest.LogCaptureFixture
+) -> None:
+    def forgets(row: dict[str, Any]) -> None:
+        row["text"] = "changed"
+
+    assert list(ds.map(forgets)) == list(ds)
+    assert caplog.text.count("map(forgets) returned None, and the row stays as it is") == 1
+
+
 def test_indices_are_those_before_the_shuffle(ds: midepoch.Dataset) -> None:
     mapped = ds.skip(5).shuffle(seed=1).map(lambda row, i: {"at": i}, with_indices=True)
     assert all(row["at"] == row["id"] - 5 for row in mapped)

@@ -7,6 +7,8 @@ They are in the processor's cache then, and their memory can be used for the nex
 
 from __future__ import annotations
 
+import functools
+import logging
 import sys
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
@@ -21,6 +23,7 @@ from midepoch.transforms.batch import Batch, check_columns, join_columns
 from midepoch.transforms.formats import Allocate, room
 from midepoch.transforms.function import Function, RunContext
 
+_log = logging.getLogger("midepoch")
 _LEAST_BYTES = 4096
 """Bytes of a row below which the column is assembled faster in one piece."""
 
@@ -173,6 +176,7 @@ class Map(Function):
         if type(result) is dict:
             return result
         if result is None:
+            _returned_nothing(self.call)
             return {}
         if isinstance(result, pa.RecordBatch):
             result = pa.Table.from_batches([result])
@@ -193,6 +197,12 @@ class Map(Function):
         if len(set(lengths.values())) > 1:
             raise MapError(f"the returned columns have different lengths: {lengths}")
         return columns
+
+
+@functools.lru_cache(maxsize=256)
+def _returned_nothing(call: str) -> None:
+    """Log, once for each function, that a row was left as it is."""
+    _log.warning("%s returned None, and the row stays as it is. Return a dict of the columns that change.", call)
 
 
 class TableColumns(dict[str, Any]):
