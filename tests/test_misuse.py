@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import io
+import operator
 import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pytest
 import torch
+from tokenizers import Tokenizer, models
 
 import midepoch
 from data import dataset_of, write_arrow
 from midepoch._internal.hints import NAMES
 from midepoch.dataset.habits import ATTRIBUTES
+from midepoch.testing import assert_resumes_exactly
 
 Call = Callable[[midepoch.Dataset], Any]
 Wrong = list[tuple[Call, str]]
@@ -139,6 +145,34 @@ HF: Wrong = [
     (lambda ds: ds.tokenize(3), "tokenizer of transformers or tokenizers"),
     (lambda ds: ds.decode("nothing"), "nothing.*id, text"),
     (lambda ds: ds.decode("text", kind="picture"), "image.*audio.*video|'picture'"),
+    (lambda ds: ds.train_test_split(0.8, 0.1, 0.1), "shuffle=….*0.1.*split twice"),
+    (lambda ds: ds.filter(np.arange(20) > 3), r"got array.*flatnonzero"),
+    (lambda ds: list(ds.filter(lambda row: {"keep": True})), "must return True or False.*dict"),
+    (lambda ds: list(ds.map(lambda row: {"n": row["txt"]})), r"KeyError: 'txt'\. The row has: id, text\."),
+    (lambda ds: "text" in ds, r"'text' in ds\.column_names"),
+    (lambda ds: operator.setitem(ds, "n", [1]), r"in place.*ds = ds\.map\(lambda row: {'n'"),
+    (lambda ds: operator.delitem(ds, "text"), r"in place.*remove_columns\('text'\)"),
+    (lambda ds: ds["id"] > 3, r"compared.*ds\.filter\(pyarrow\.compute\.field\('id'\) > 3\)"),
+    (lambda ds: ds[["id", "text"]], r"select_columns\(\[…\]\)"),
+    (lambda ds: ds.select(3), r"got 3\. For one row, use ds\[3\]"),
+    (lambda ds: ds.select_columns([0, 1]), "names of columns, got 0.*id, text"),
+    (lambda _: midepoch.from_list([{"a": {"b": "x"}}]).select_columns("a.b"), r"'a\.b'.*row\['a'\]\['b'\]"),
+    (
+        lambda ds: ds.filter(pc.field("score") > 1).column_names,
+        r"No match for FieldRef\.Name\(score\)\. .*id \(int64\)",
+    ),
+    (lambda ds: ds.sort("id", descending=True), "reverse=\\?"),
+    (lambda ds: ds.iloc[3], r"Use ds\[3\]"),
+    (lambda ds: ds.map_batches(len), "batched=True"),
+    (lambda ds: ds.iter_torch_batches(), "ds.loader"),
+    (lambda ds: ds.sharding_filter(), "omit it"),
+    (lambda ds: ds.tokenize("gpt2"), r"AutoTokenizer\.from_pretrained\('gpt2'\)"),
+    (lambda ds: ds.tokenize(Encoding()), "transformers or tokenizers.*use map"),
+    (lambda ds: ds.tokenize(Encoding().encode), "transformers or tokenizers.*use map"),
+    (lambda ds: ds.tokenize(words(), column=["text", "id"]), "name of one column.*with map"),
+    (lambda ds: ds.tokenize(words(), columns="text"), "'columns'. Did you mean column="),
+    (lambda ds: ds.tokenize(words(), truncation=True), r"truncation=….*enable_truncation"),
+    (lambda ds: list(ds.tokenize(words(), column="id")), "takes text, but the column holds int"),
     (lambda ds: ds.shuffle(seed=1).cache(), "cache\\(\\) before shuffle"),
     (lambda ds: ds.shard(2, 0).cache(), "cache\\(\\) before shard"),
     (lambda ds: ds.cache(key=3), "key.*str, got 3"),
@@ -175,6 +209,18 @@ TORCH: Wrong = [
     (lambda ds: ds.loader(4, rank=3, world_size=2), "rank"),
     (lambda ds: ds.loader(4, device="gpu"), "device"),
     (lambda ds: ds.shard(2, 0).loader(4, rank=0, world_size=2), "already shard.*Omit"),
+    (lambda ds: ds.loader(4, drop_last="yes"), "drop_last=….*True or False.*'yes'"),
+    (lambda ds: ds.loader(4, rank="0", world_size=2), "rank: expected an integer, got '0'"),
+    (lambda ds: ds.loader(4, rank=0, world_size=0), "world_size: expected at least 1"),
+    (lambda ds: ds.loader(4, audit=True), "folder of a run, as in audit='runs/7', got True"),
+    (lambda ds: ds.loader(4).map(len), r"ds\.map\(function\)\.loader"),
+    (lambda ds: ds.loader(4).skip(3), "load_state_dict"),
+    (lambda ds: ds.loader(4).global_step, r"loader\.steps"),
+    (lambda ds: ds.loader(4).exclude(documents=[("a", "17")]), r"\[\('web', 17\)\], got"),
+    (lambda ds: ds.loader(4).load_state_dict('{"midepoch": 1}'), "got '{.*json.loads"),
+    (lambda ds: ds.loader(4).load_state_dict(Path("x.json")), "x.json.*PipelineCheckpoint"),
+    (lambda ds: ds.loader(4).load_state_dict(ds.loader(4).state_dict), "what state_dict\\(\\) returned"),
+    (lambda ds: assert_resumes_exactly(ds.loader(4)), "takes a function, as in lambda"),  # type: ignore[arg-type]
     (lambda ds: ds.loader(4).sampler, "sampler.*loader.dataset"),
     (lambda ds: ds.loader(4).batch_sampler, "batch_sampler.*loader.dataset"),
     (lambda ds: ds.loader(4).state_dct(), "state_dct.*state_dict"),
@@ -239,6 +285,14 @@ OPEN: Wrong = [
     (lambda _: midepoch.from_files("x", partitioning="dir"), "None or 'hive'"),
     (lambda _: midepoch.from_files("x", cache_bytes="1GB"), "cache_bytes.*'1GB'"),
     (lambda _: midepoch.from_files("x", format="zip"), "format.*'zip'"),
+    (lambda _: midepoch.from_files({"train": "a.parquet"}), "a dict of train.*each of them by itself"),
+    (lambda _: midepoch.from_files(io.BytesIO(b"x")), "open file.*Pass its name"),
+    (lambda _: midepoch.load_dataset(__file__, split="train"), r"the file .*from_files"),
+    (lambda _: midepoch.load_dataset("csv", split="train"), "needs data_files"),
+    (lambda _: midepoch.from_list(["a", "b"]), r"list of str\. .*from_list\(\[\{'text'"),
+    (lambda _: midepoch.StreamingDataset, "from_files"),
+    (lambda _: midepoch.from_mds, "from_files.*MDS"),
+    (lambda _: midepoch.pack, r"ds\.tokenize\(tokenizer\)\.pack"),
     (lambda _: midepoch.load_from_disk("nowhere"), "nowhere"),
     (lambda _: midepoch.load_from_disk("x", keep_in_memory=True), "keep_in_memory.*omit"),
     (lambda ds: midepoch.mix([ds, ds], probabilities=[1, 2]), "probabilities.*weights="),
@@ -247,6 +301,10 @@ OPEN: Wrong = [
     (lambda ds: midepoch.mix([ds, ds], stop="last"), "stop.*'first'"),
     (lambda ds: midepoch.mix(ds, ds), r"takes a list of datasets, mix\(\[a, b\]\)"),
     (lambda ds: midepoch.mix([]), "takes a list of datasets"),
+    (lambda ds: midepoch.mix([ds, ds], ["70%", "30%"]), "weights are numbers.*'70%'"),
+    (lambda ds: midepoch.mix({"a": "data/a.parquet"}), r"got str\. Call midepoch\.from_files"),
+    (lambda ds: midepoch.mix([ds, ds.loader(4)]), r"Loader\. It is a loader.*loader\.dataset"),
+    (lambda ds: midepoch.mix([(0.7, ds), (0.3, ds)]), "got tuple.*weights in a second list"),
     (lambda ds: midepoch.mix([ds, [1, 2]]), "expected a Dataset.*list"),
     (lambda ds: midepoch.mix({"a": ds}, {"b": 1}), "weights for b, but the sources are a"),
     (
@@ -289,6 +347,11 @@ OPEN: Wrong = [
     (lambda _: midepoch.StructuredDataset.create_dataloader("x", workers=3), "workers.*num_workers="),
     (lambda _: midepoch.StructuredDataset.create_dataloader("x", output_format="tf"), "'torch', 'numpy'.*'tf'"),
     (lambda _: midepoch.PipelineCheckpoint("x", keep_last=3), "keep_last.*keep"),
+    (lambda _: midepoch.PipelineCheckpoint("x", max_to_keep=3), "max_to_keep.*keep=3"),
+    (lambda _: midepoch.PipelineCheckpoint(3), "takes a folder.*got 3"),  # type: ignore[arg-type]
+    (lambda _: midepoch.PipelineCheckpoint("x").load(), "restore_latest"),
+    (lambda _: midepoch.PipelineCheckpoint("x").save(scheduler=1), "scheduler.*extra="),
+    (lambda _: midepoch.PipelineCheckpoint("x").restore(), "needs step.*restore_latest"),
     (lambda _: midepoch.Keep(latest=3), "latest"),
 ]
 
@@ -328,8 +391,24 @@ def test_errors_inside_of_functions_are_not_explained_away(tmp_path: Path) -> No
     ds = midepoch.from_files(write_arrow(tmp_path / "a.arrow", pa.table({"id": range(3)}), 2))
     with pytest.raises(midepoch.MapError, match="unsupported operand"):
         list(ds.map(lambda row: {"n": row["id"] + "a"}))
+    with pytest.raises(midepoch.MapError, match="missing 1 .*'i'.*with_indices=True adds"):
+        list(ds.map(lambda row, i: {"n": i}))
     with pytest.raises(TypeError, match="row numbers, got a mask"):
         ds.select([True])
+
+
+class Encoding:
+    """A tokenizer as tiktoken has it."""
+
+    def encode(self, text: str) -> list[int]:
+        return [len(text)]
+
+    def encode_batch(self, texts: list[str]) -> list[list[int]]:
+        return [self.encode(text) for text in texts]
+
+
+def words() -> Tokenizer:
+    return Tokenizer(models.WordLevel({"t": 0, "?": 1}, unk_token="?"))
 
 
 class Items:

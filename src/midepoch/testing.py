@@ -41,6 +41,8 @@ def assert_resumes_exactly(
     - ``steps``: only these moments, counted over all epochs; a mapping gives each a ``tail`` of its own
     - ``tail``: compare only this many items after a resume
     """
+    if not callable(make):
+        raise TypeError(f"assert_resumes_exactly takes a function, as in lambda: ds.loader(8), got {make!r:.60}")
     cuts, items = _uninterrupted(make, epochs)
     wanted = range(len(cuts)) if steps is None else [step for step in steps if step < len(cuts)]
     checked = 0

@@ -196,18 +196,27 @@ def name_of(given: Any) -> str:
 
 def instead(function: str, expected: str, given: Any) -> str:
     """Return the message for a wrong argument. It names the function that opens such an object."""
-    opener = opener_of(given)
     if isinstance(given, type):
         return f"{function} takes {expected}, got the class {given.__name__}. Create it first: {given.__name__}(…)."
+    listed = isinstance(given, (list, tuple)) and given
+    got = f"{name_of(given)} of {name_of(given[0])}" if listed else name_of(given)
+    return f"{function} takes {expected}, got {got}. {remedy_for(given, function)}"
+
+
+def remedy_for(given: Any, function: str = "") -> str:
+    """Return the sentence that says how an object becomes a dataset, if it was not an argument for ``function``."""
+    opener = opener_of(given)
     if isinstance(given, str) or hasattr(given, "__fspath__"):
-        remedy = "Call midepoch.from_files(path), or midepoch.load_dataset(name, split=…)."
-    elif is_dataset(given):
-        remedy = OPEN_ALREADY
-    elif opener is not None and (f".{function}(" not in opener or "'x'" in opener):
-        remedy = f"Call {opener}."
-    else:
-        remedy = "Pass such an object."
-    return f"{function} takes {expected}, got {name_of(given)}. {remedy}"
+        return "Call midepoch.from_files(path), or midepoch.load_dataset(name, split=…)."
+    if is_dataset(given):
+        return OPEN_ALREADY
+    if hasattr(given, "dataset") and hasattr(given, "__iter__"):
+        return "It is a loader: pass its dataset, loader.dataset."
+    if isinstance(given, (list, tuple)) and given and isinstance(given[0], str):
+        return "Call midepoch.from_list([{'text': text} for text in texts]), or midepoch.from_files(paths)."
+    if opener is not None and (f".{function}(" not in opener or "'x'" in opener):
+        return f"Call {opener}."
+    return "Pass what .read() returns." if hasattr(given, "read") else "Pass such an object."
 
 
 NAMES = {
@@ -242,6 +251,14 @@ NAMES = {
     "TensorDataset": "Use midepoch.from_dict({'x': tensor}), or midepoch.from_map_style(dataset).",
     "WebDataset": "Use midepoch.from_files('shards/{000000..000146}.tar').",
     "from_webdataset": "Use midepoch.from_files('shards/{000000..000146}.tar').",
+    "StreamingDataset": "Use midepoch.from_files(folder), which reads MDS shards and LitData chunks in place.",
+    "from_mds": "Use midepoch.from_files(folder), which reads MDS shards in place.",
+    "from_litdata": "Use midepoch.from_files(folder), which reads LitData chunks in place.",
+    "MapDataset": "Use midepoch.from_map_style(items), or midepoch.from_files(paths).",
+    "StatefulDataLoader": "Use ds.loader(batch_size, num_workers=…), which has state_dict and load_state_dict.",
+    "shuffle": "It is a method of a dataset: ds.shuffle(seed=…).",
+    "tokenize": "It is a method of a dataset: ds.tokenize(tokenizer).",
+    "pack": "It is a method of a dataset: ds.tokenize(tokenizer).pack(length, eos=…, pad=…).",
     "chain": "Use midepoch.concat([a, b]).",
     "interleave": "Use midepoch.mix([a, b], weights=…).",
     "Checkpoint": "Use midepoch.PipelineCheckpoint, or midepoch.checkpoint.",

@@ -9,9 +9,9 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from os import PathLike
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from midepoch._internal.hints import hinted_methods
+from midepoch._internal.hints import hinted_methods, no_attribute
 from midepoch._internal.values import integer, reason
 from midepoch.checkpoint import restoring, saving
 from midepoch.checkpoint.backends import backend_named
@@ -29,7 +29,40 @@ _log = logging.getLogger("midepoch")
 _rendezvous: Counter[tuple[str, str, int]] = Counter()  # of this process, by directory, purpose and rank
 
 
-@hinted_methods({"__init__": {"keep_last": "Use keep=3, or keep=midepoch.Keep(…)."}})
+_KEEP = "Use keep=3, or keep=midepoch.Keep(…)."
+_WHEN = "Call save() when you want it: if loader.steps % 1000 == 0."
+_EXTRA = "Use extra={'scheduler': scheduler} for other objects, in save() and in restore_latest()."
+_VALUES = "Use metadata={'loss': loss} for numbers and texts."
+_LATEST = "Use restore_latest(loader, model, optimizer)."
+
+_PARTS = {
+    **dict.fromkeys(("scheduler", "lr_scheduler", "scaler", "ema"), _EXTRA),
+    **dict.fromkeys(("metrics", "loss", "epoch", "config"), _VALUES),
+    **dict.fromkeys(("loader", "dataloader"), "It is the first argument: pipeline."),
+}
+
+HINTS = {
+    "__init__": {
+        **dict.fromkeys(("keep_last", "max_to_keep", "total_limit", "save_total_limit"), _KEEP),
+        **dict.fromkeys(("every", "save_interval_steps", "save_steps", "interval"), _WHEN),
+        "directory missing": "For example PipelineCheckpoint('checkpoints', keep=3).",
+    },
+    "save": _PARTS,
+    "restore": {**_PARTS, "step missing": f"For the newest step: {_LATEST[4:]}"},
+    "restore_latest": _PARTS,
+}
+
+ATTRIBUTES = {
+    **dict.fromkeys(("load", "load_latest", "restore_last", "resume", "load_state_dict"), _LATEST),
+    **dict.fromkeys(("latest", "last", "last_step"), "Use latest_step()."),
+    **dict.fromkeys(("all_steps", "list", "list_steps"), "Use steps()."),
+    **dict.fromkeys(("wait_until_finished", "wait_for_save", "join", "flush"), "Use wait()."),
+    "state_dict": "Use save(loader, model, optimizer, step=…).",
+}
+"""Names of other checkpoint libraries."""
+
+
+@hinted_methods(HINTS)
 class PipelineCheckpoint:
     """Data, model, optimizer and random generators of a run, committed together or not at all.
 
@@ -60,6 +93,8 @@ class PipelineCheckpoint:
         timeout: float = 1800.0,
         storage_options: Mapping[str, Any] | None = None,
     ) -> None:
+        if not isinstance(directory, (str, PathLike)):
+            raise TypeError(f"PipelineCheckpoint takes a folder, such as 'checkpoints', got {directory!r:.60}")
         self._store = open_store(directory, storage_options)
         self._keep = parse_keep(keep, "PipelineCheckpoint(keep=…)")
         self._given_world = (rank, world_size)
@@ -69,6 +104,11 @@ class PipelineCheckpoint:
         self._background, self._snapshots = Background(), Snapshots()
         self._members = Members(self._store.board, self._world)
         self._damaged: set[tuple[int, int]] = set()  # (step, sequence) of steps that were found damaged when read
+
+    if not TYPE_CHECKING:  # a type checker would allow every name
+
+        def __getattr__(self, name: str) -> Any:
+            raise no_attribute("a PipelineCheckpoint", name, dir(type(self)), ATTRIBUTES)
 
     def __repr__(self) -> str:
         return f"PipelineCheckpoint({self._store.name!r}, backend={self._backend_name!r}, async_save={self._async})"

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from os import PathLike
 from typing import Any
 
-from midepoch._internal.hints import hinted
+from midepoch._internal.hints import hinted, name_of, remedy_for
 from midepoch.dataset import Dataset, habits
 from midepoch.errors import ColumnError, DataNotFoundError, MidepochError
 from midepoch.order.bijection import check_seed
@@ -72,7 +72,10 @@ def mix(
         raise TypeError(f"mix takes weights or a Schedule, got {weights!r:.60}. Read a file with Schedule.load(path).")
     if length is not None:
         raise ValueError("mix(length=…) is for a schedule that counts tokens. Omit it.")
-    chosen = [1.0] * len(parts) if weights is None else [float(weight) for weight in weights]
+    try:
+        chosen = [1.0] * len(parts) if weights is None else [float(weight) for weight in weights]
+    except (TypeError, ValueError):
+        raise TypeError(f"mix: weights are numbers, such as 0.7 and 0.3, got {weights!r:.60}") from None
     if len(chosen) != len(parts):
         raise ValueError(f"mix: {len(chosen)} weights for {len(parts)} sources")
     if not all(math.isfinite(weight) and weight >= 0 for weight in chosen) or not any(chosen):
@@ -181,7 +184,9 @@ def _combined(base: Combination, sources: Sequence[Dataset]) -> Dataset:
 def _node_of(given: Any) -> Node:
     """Return the node of a dataset to combine. It must be at its beginning."""
     if not isinstance(given, Dataset):
-        raise TypeError(f"expected a Dataset to combine, got {type(given).__name__}")
+        listed = isinstance(given, (list, tuple))
+        remedy = "Pass datasets alone, and weights in a second list." if listed else remedy_for(given)
+        raise TypeError(f"expected a Dataset to combine, got {name_of(given)}. {remedy}")
     if given.pipeline.shard.count > 1:
         raise ValueError("shards cannot be combined. Combine the datasets, then shard the result.")
     if given._iteration.start.begun:

@@ -86,6 +86,19 @@ class Dataset(Resumable):
                 hints = {name: f"It is a column: use ds[{name!r}]."}
             raise no_attribute("a Dataset", name, dir(self), hints)
 
+        def __setitem__(self, key: object, value: object) -> None:
+            raise TypeError(f"a Dataset does not change in place. Use ds = ds.map(lambda row: {{{key!r}: …}}).")
+
+        def __delitem__(self, key: object) -> None:
+            raise TypeError(f"a Dataset does not change in place. Use ds = ds.remove_columns({key!r}).")
+
+        def __contains__(self, item: object) -> bool:
+            if isinstance(item, str):
+                raise TypeError(
+                    f"rows are dicts, and none of them is {item!r:.60}. Use {item!r:.60} in ds.column_names."
+                )
+            return any(row == item for row in self)
+
     def __dir__(self) -> list[str]:
         return sorted(name for name in dir(type(self)) if not name.startswith("_") and name not in habits.OPENERS)
 

@@ -98,6 +98,8 @@ METHODS: dict[str, dict[str, str]] = {
         "key": "A function of a row is the first argument. For lengths use length=True.",
         "null_placement": "Null comes last: omit it.",
         "kind": "The sort is stable: omit it.",
+        "descending": "Did you mean reverse=?",
+        "ascending": "Ascending is the default, reverse=True is descending.",
         **_STORED,
     },
     "with_format": {
@@ -137,6 +139,12 @@ METHODS: dict[str, dict[str, str]] = {
 
 _FROZEN = "Datasets do not change in place: ds = ds.{}(…)."
 _WRITE = "Nothing is converted or written here. Write the rows as you iterate, or keep results with cache()."
+
+_LENGTH = "Use len(ds), or ds.estimated_len after filter, pack and the like."
+_CONCAT = "Use midepoch.concat([a, b])."
+_MIX = "Use midepoch.mix([a, b], weights=…)."
+_RANKS = "Ranks and workers are detected by ds.loader(batch_size), and share the rows equally: omit it."
+_DEVICE = 'Use ds.loader(batch_size, device="cuda").'
 
 ATTRIBUTES = {
     "set_format": _FROZEN.format("with_format"),
@@ -180,6 +188,64 @@ ATTRIBUTES = {
     "apply": "Use ds.map(function), or function(ds).",
     "dataloader": "Did you mean loader?",
     "batch_size": "Use ds.loader(batch_size=…).",
+    "iloc": "Use ds[3], ds[10:20], or ds.select(rows).",
+    "loc": "Use ds.filter(pyarrow.compute.field('id') == 3), or ds[3] for a row by its number.",
+    "dtypes": "Use ds.schema, or ds.features.",
+    "element_spec": "Use ds.schema, or ds.features.",
+    "describe": "Use print(ds), ds.schema, and `midepoch info` in a shell.",
+    "value_counts": "Use ds.to_pandas()[column].value_counts().",
+    "iterrows": "Use: for row in ds.",
+    "as_numpy_iterator": "Use: for row in ds.with_format('numpy').",
+    "take_all": "Use list(ds).",
+    "next": "Use next(iter(ds)), or loader = ds.loader(batch_size) and next(loader).",
+    "get_batch": "Use ds[:32], or loader = ds.loader(32) and next(loader).",
+    "count": _LENGTH,
+    "cardinality": _LENGTH,
+    "size": _LENGTH,
+    "length": _LENGTH,
+    "num_examples": _LENGTH,
+    "rows": "Use list(ds) for rows, and ds.num_rows for their number.",
+    "dropna": "Use ds.filter(lambda row: row[column] is not None).",
+    "drop_duplicates": "Rows are not compared with each other. Remove duplicates when you write the data.",
+    "astype": "Use ds.cast({'label': 'int32'}).",
+    "assign": "Use ds.map(lambda row: {'new': …}).",
+    "random_map": "Use ds.map(function, with_generator=True), which gives the function a generator.",
+    "map_with_index": "Use ds.map(function, with_indices=True).",
+    "enumerate": "Use enumerate(ds), or ds.map(function, with_indices=True).",
+    "map_batches": "Use ds.map(function, batched=True, batch_size=…).",
+    "iter_batches": "Use ds.iter(batch_size), or ds.loader(batch_size).",
+    "iter_torch_batches": "Use ds.loader(batch_size), whose batches are tensors.",
+    "padded_batch": "Use ds.loader(batch_size, layout='padded').",
+    "random_shuffle": "Use ds.shuffle(seed=…).",
+    "seed": "Use ds.shuffle(seed=…), and map(with_generator=True) for random functions.",
+    "union": _CONCAT,
+    "concat": _CONCAT,
+    "concatenate": _CONCAT,
+    "merge": "Use midepoch.zip([a, b]) for columns side by side, or midepoch.concat([a, b]) for more rows.",
+    "mix": _MIX,
+    "interleave": _MIX,
+    "cycle": "A loader has any number of epochs: iterate it again, or next(loader) without end.",
+    "with_epoch": "Use ds.loader(batch_size, steps_per_epoch=…) for the number of batches of a pass.",
+    "materialize": "Use ds.cache().",
+    "sharding_filter": _RANKS,
+    "split_by_node": _RANKS,
+    "streaming_split": _RANKS,
+    "distribute": _RANKS,
+    "to_iter_dataset": "It is iterable, and resumable: for row in ds, or ds.loader(batch_size).",
+    "to_tuple": "Rows are dicts: row['image'], row['label']. To name columns, use select_columns.",
+    "compose": "Chain the steps: ds.map(…).filter(…).",
+    "cuda": _DEVICE,
+    "to": _DEVICE,
+    "collate_fn": "ds.loader(batch_size, collate_fn=…).",
+    "num_workers": "ds.loader(batch_size, num_workers=…).",
+    "steps": "Use loader = ds.loader(batch_size) and loader.steps.",
+    "reset": "Use ds.set_epoch(epoch), which begins an epoch at its first row.",
+    "save": "Use ds.state_dict() for the position, ds.cache() for computed rows.",
+    "load": "Use ds.load_state_dict(state).",
+    "write": _WRITE,
+    "to_arrow": "Use ds.with_format('arrow')[:].",
+    "to_numpy": "Use ds.with_format('numpy')[:].",
+    "window": "Use ds.shuffle(seed=…, window=…) for shuffling, ds.batch(n) to combine rows.",
     "group_by": "Rows are read in order and never grouped by value. Use map, batch or pack.",
 }
 """Attributes that do not exist."""

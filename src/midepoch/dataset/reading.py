@@ -255,6 +255,12 @@ class Column(Sequence[Any]):
     def __len__(self) -> int:
         return len(self._dataset)
 
+    def _compare(self, other: Any) -> Any:
+        hint = f"ds.filter(pyarrow.compute.field({self.name!r}) > {other!r:.20})"
+        raise TypeError(f"a column cannot be compared as a whole. To choose rows, use {hint}.")
+
+    __lt__ = __le__ = __gt__ = __ge__ = _compare
+
     @overload
     def __getitem__(self, key: int) -> Any: ...
     @overload

@@ -91,6 +91,8 @@ def train_test_split(
     ``stratify_by_column``: both parts have the values of this column in the proportions of the data, rounded to
     rows. The column is read once.
     """
+    if shuffle not in (True, False):
+        raise TypeError(f"train_test_split(shuffle=…) takes True or False, got {shuffle!r}. For 3 parts, split twice.")
     chosen = selection_of(self, "train_test_split")
     train, test = split_sizes(len(chosen), train_size, test_size)
     if stratify_by_column is not None:

@@ -27,7 +27,7 @@ from midepoch.transforms import (
 )
 from midepoch.transforms.batch import check_columns
 from midepoch.transforms.columns import inside, types_by_name
-from midepoch.transforms.encode import ClassCodes, Tokenize, Transform
+from midepoch.transforms.encode import ClassCodes, Tokenize, Transform, is_tokenizer
 from midepoch.transforms.formats import ITEM
 from midepoch.transforms.items import NAME_COLUMNS, OfItem
 from midepoch.transforms.media import decoder_of
@@ -254,17 +254,28 @@ def tokenize(
     ``options`` are passed to the tokenizer (``add_special_tokens=False``, ``truncation=True`` …). Workers tokenize
     in processes of their own, each with one thread.
     """
-    if not callable(tokenizer) and not hasattr(tokenizer, "encode_batch"):
-        raise TypeError(f"tokenize takes a tokenizer of transformers or tokenizers, got {tokenizer!r}")
+    if not isinstance(column, str):
+        raise TypeError(f"tokenize takes the name of one column, got {column!r:.60}. Join several with map first.")
+    for option in ("columns", "text_column", "batched"):
+        if option in options:
+            hint = "It runs on groups of batch_size= rows: omit it." if option == "batched" else "Did you mean column=?"
+            raise TypeError(f"tokenize() has no argument {option!r}. {hint}")
     unknown = sorted(options.keys() - {"add_special_tokens", "is_pretokenized"})
-    if unknown and hasattr(tokenizer, "encode_batch"):
+    if unknown and hasattr(tokenizer, "token_to_id"):
         raise TypeError(
-            f"tokenize: {', '.join(unknown)} are options of transformers. Set them on a tokenizer of tokenizers "
-            "itself (enable_truncation, enable_padding)."
+            f"tokenize({', '.join(f'{option}=…' for option in unknown)}) is for a transformers tokenizer. Configure a "
+            "tokenizers tokenizer itself: enable_truncation(128), enable_padding()."
         )
     made = function_arguments(
         self, Tokenize(tokenizer, output, options), "tokenize", True, batch_size, False, False, column
     )
+    if not is_tokenizer(tokenizer):
+        remedy = (
+            f"Pass AutoTokenizer.from_pretrained({tokenizer!r})."
+            if isinstance(tokenizer, str)
+            else "With another one, use map(lambda row: {'input_ids': encode(row['text'])}, remove_columns='text')."
+        )
+        raise TypeError(f"tokenize takes a tokenizer of transformers or tokenizers, got {tokenizer!r:.60}. {remedy}")
     removed = () if column == output else (column,)
     rowwise = not options.get("padding") and not made["function"].pads  # to the longest of a group
     return self._with_step(Map(**made, remove_columns=removed, rowwise=rowwise))
@@ -399,7 +410,9 @@ def function_arguments(
     """Check the arguments that maps and filters have in common."""
     if not callable(function):
         expression = " or a pyarrow expression" if kind == "filter" else ""
-        raise TypeError(f"{kind} takes a function{expression}, got {function!r}")
+        mask = kind == "filter" and hasattr(function, "dtype")
+        remedy = ". For a mask of rows, use select(np.flatnonzero(mask))." if mask else ""
+        raise TypeError(f"{kind} takes a function{expression}, got {function!r:.60}{remedy}")
     called = function if inspect.isroutine(function) else getattr(function, "__call__", function)  # noqa: B004
     if inspect.iscoroutinefunction(called) or inspect.isasyncgenfunction(called):
         raise TypeError(f"{kind} calls a function and uses its result, but {_name(function)} is async. Use def.")

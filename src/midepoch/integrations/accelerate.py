@@ -119,6 +119,8 @@ def prepare(accelerator: Accelerator, loader: Loader, *, name: str = "train") ->
     distinguishes several loaders. Each is a file ``midepoch-NAME.json`` in the folder of ``save_state``. A state of
     different data is refused before anything is loaded.
     """
+    if not isinstance(loader, Loader):
+        raise TypeError(f"prepare(accelerator, loader) takes a loader, as of ds.loader(32), got {loader!r:.60}")
     names = _prepared.setdefault(accelerator, set())
     if name in names:
         raise ValueError(

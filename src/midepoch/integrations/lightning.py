@@ -33,6 +33,12 @@ class ResumableData(pl.LightningDataModule):  # type: ignore[misc]
 
     def __init__(self, train: Callable[[], Loader], val: Callable[[], Any] | None = None) -> None:
         super().__init__()
+        for name, make in (("train", train), ("val", val)):
+            if make is not None and not callable(make):
+                raise TypeError(
+                    f"ResumableData({name}=…) takes a function that creates the loader, such as lambda: ds.loader(32), "
+                    f"got {make!r:.60}"
+                )
         self._make_train, self._make_val = train, val
         self._train: _Passes | None = None
         self._fitted_by: Any = None

@@ -267,15 +267,17 @@ def rows_of_documents(documents: Any, sources: Iterable[str]) -> dict[int, list[
         found = [(one.source, one.row) if hasattr(one, "row") else tuple(one) for one in pairs]
         if isinstance(documents, str) or not found or any(len(pair) != 2 for pair in found):
             raise TypeError("no pairs")
+        found = [(source, index(row)) for source, row in found]
     except TypeError:
         raise TypeError(
-            "exclude(documents=…) takes a batch with provenance, its doc_ids, or (source, row) pairs."
+            "exclude(documents=…) takes a batch with provenance, its doc_ids, or (source, row) pairs such as "
+            f"[('web', 17)], got {documents!r:.60}."
         ) from None
     rows: dict[int, list[int]] = {}
     for source, row in found:
         if isinstance(source, str) and source not in names:
             raise ValueError(f"exclude(documents=…): there is no source {source!r}. There are: {', '.join(names)}.")
-        rows.setdefault(names.index(source) if source in names else index(source), []).append(index(row))
+        rows.setdefault(names.index(source) if source in names else index(source), []).append(row)
     return rows
 
 

@@ -106,6 +106,8 @@ def ahead_for(batch_bytes: float) -> int:
 
 def last_batch_of(drop_last: bool, last_batch: str | None) -> str | None:
     """Return the treatment of the last global batch, by the two arguments for it."""
+    if drop_last not in (True, False):
+        raise TypeError(f"loader(drop_last=…) takes True or False, got {drop_last!r}")
     if drop_last and last_batch not in (None, "drop"):
         raise ValueError(f"drop_last=True and last_batch={last_batch!r} contradict each other. Omit one of them.")
     return "drop" if drop_last else last_batch
@@ -261,6 +263,17 @@ ATTRIBUTES = {
     "generator": _ORDER,
     "shuffle": "Shuffle the dataset before: ds.shuffle(seed=…).loader(…).",
     "seed": "Use loader.pipeline, or ds.shuffle(seed=…).loader(…).",
+    "global_step": "Use loader.steps, the global batches since the run began.",
+    "map": "Map the dataset before: ds.map(function).loader(…).",
+    "filter": "Filter the dataset before: ds.filter(function).loader(…).",
+    "take": "Use ds.take(n).loader(…) for rows, or steps_per_epoch=… for batches.",
+    "skip": "Load a state: loader.load_state_dict(state). For rows, ds.skip(n).loader(…).",
+    "seek": "Load a state: loader.load_state_dict(state).",
+    "skip_first_batches": "Load a state: loader.load_state_dict(state).",
+    "restore": "Use loader.load_state_dict(state), or midepoch.PipelineCheckpoint.",
+    "checkpoint": "Use loader.state_dict(), or midepoch.PipelineCheckpoint.",
+    "shutdown": "Use loader.close().",
+    "exclude_documents": "Use loader.exclude(documents=[('web', 17)]).",
     "step": "Use loader.steps, the global batches since the run began.",
     "save": "Use loader.state_dict(), which is JSON-able, or midepoch.PipelineCheckpoint.",
     "load": "Use loader.load_state_dict(state), or midepoch.PipelineCheckpoint.",

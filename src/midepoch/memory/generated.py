@@ -120,6 +120,8 @@ def _values(name: str, function: Callable[..., Any], given: Mapping[str, Any]) -
             yield value
             number += 1
     except Exception as problem:
+        needs = isinstance(problem, TypeError) and "required positional argument" in str(problem)
+        remedy = ". Pass arguments as gen_kwargs={…}." if needs else ""
         raise MapError(
-            f"from_generator: {name} failed after it had yielded {number}: {type(problem).__name__}: {problem}"
+            f"from_generator: {name} failed after it had yielded {number}: {type(problem).__name__}: {problem}{remedy}"
         ) from problem

@@ -76,7 +76,8 @@ def from_files(
     """
     if partitioning not in (None, "hive"):
         raise ValueError(f"partitioning must be None or 'hive', got {partitioning!r}")
-    opening = Opening(columns, cache_dir, cache_bytes, index_dir, force_reindex, on_error)
+    names = [columns] if isinstance(columns, str) else columns
+    opening = Opening(names, cache_dir, cache_bytes, index_dir, force_reindex, on_error)
     texts = paths_of(paths)
     where = {"storage_options": storage_options, "filesystem": filesystem, "retry": retry}
     store, given = resolved(texts, fresh=force_reindex, **where)
@@ -144,6 +145,9 @@ def load_from_disk(
     return _of_splits(parts, splits, index_dir, force_reindex, on_error)
 
 
+_BUILDERS = ("arrow", "csv", "json", "parquet", "text")
+
+
 @hinted(habits.OPEN["load_dataset"])
 def load_dataset(
     path: str,
@@ -169,7 +173,14 @@ def load_dataset(
         if hint := habits.OPEN["load_dataset"].get(argument):
             raise TypeError(f"load_dataset() has no argument {argument!r}. {hint}")
     parts = parse_split(split)
-    request = HubRequest(check_path(path), name, data_files, data_dir, revision, load_dataset_kwargs)
+    path = check_path(path)
+    if os.path.isfile(path):
+        raise ValueError(
+            f"load_dataset takes a name or a folder, got the file {path!r}. Call midepoch.from_files(path)."
+        )
+    if path in _BUILDERS and data_files is None and data_dir is None and not os.path.isdir(path):
+        raise TypeError(f"load_dataset({path!r}) needs data_files=…, or call midepoch.from_files(paths).")
+    request = HubRequest(path, name, data_files, data_dir, revision, load_dataset_kwargs)
     force = force_reindex or "force" in str(load_dataset_kwargs.get("download_mode", "")).lower()
     folder = None if index_dir is None else local_folder(index_dir, "index_dir")
     splits = arrow_files(request, index_dir=folder, force=force, num_proc=num_proc)

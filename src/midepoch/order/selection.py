@@ -148,13 +148,16 @@ class Selection:
         """Return the selection of these chosen rows, in this order. Negative numbers count from the end."""
         if isinstance(rows, range) and rows.step == 1 and 0 <= rows.start <= rows.stop <= len(self):
             return self.slice(rows.start, rows.stop)
+        if not isinstance(rows, Iterable):
+            raise TypeError(f"select takes a list of row numbers, got {rows!r}. For one row, use ds[{rows!r}].")
         picks = np.asarray(rows if isinstance(rows, np.ndarray) else list(rows))
         if picks.ndim != 1:
             raise TypeError(f"select takes a list of row numbers, got an array of shape {picks.shape}")
         if picks.dtype == np.bool_:
             raise TypeError("select takes row numbers, got a mask of booleans. Pass np.flatnonzero(mask).")
         if len(picks) and not np.issubdtype(picks.dtype, np.integer):
-            raise TypeError(f"select takes integers, got values of type {picks.dtype}")
+            remedy = ". For columns, use select_columns([…])." if picks.dtype.kind == "U" else ""
+            raise TypeError(f"select takes integers, got values of type {picks.dtype}{remedy}")
         picks = picks.astype(np.int64)
         if len(picks) and (picks.min() < -len(self) or picks.max() >= len(self)):
             bad = picks[(picks < -len(self)) | (picks >= len(self))][0]

@@ -165,6 +165,7 @@ def rows_by_source(rows: Any, leaves: Sequence[Leaf], names: Sequence[str]) -> E
 
 
 def _rows(given: Any, count: int) -> Intervals:
+    given = [given] if isinstance(given, int) else given
     numbers = given if isinstance(given, range) else np.asarray(given if hasattr(given, "dtype") else list(given))
     if not isinstance(numbers, range) and (numbers.ndim != 1 or (numbers.dtype.kind not in "iu" and len(numbers))):
         raise TypeError(f"exclude(rows=…) takes numbers of rows, got {given!r:.60}")

@@ -125,7 +125,7 @@ def paths_of(paths: PathLike | Iterable[PathLike]) -> list[str]:
     if isinstance(paths, (str, os.PathLike)):
         return [check_path(paths)]
     package = type(paths).__module__.partition(".")[0]
-    if isinstance(paths, (bytes, Mapping)) or package in _NO_PATHS or not isinstance(paths, Iterable):
+    if isinstance(paths, (bytes, Mapping)) or package in (*_NO_PATHS, "_io") or not isinstance(paths, Iterable):
         raise TypeError(_not_a_path(paths))
     if isinstance(paths, (list, tuple)) and paths and not isinstance(paths[0], (str, os.PathLike)):
         raise TypeError(_not_a_path(paths))
@@ -155,6 +155,10 @@ def check_path(given: Any, within: Any = None) -> str:
 
 
 def _not_a_path(given: Any) -> str:
+    if hasattr(given, "read"):
+        return f"expected paths of files, got the open file {given!r:.60}. Pass its name."
+    if isinstance(given, Mapping) and given and all(isinstance(each, (str, os.PathLike)) for each in given.values()):
+        return f"expected paths of files, got a dict of {', '.join(map(str, given))}. Open each of them by itself."
     if (opener := opener_of(given)) is not None:
         return f"expected paths of files, got a {name_of(given)}. Call {opener}."
     if is_dataset(given):

@@ -64,8 +64,11 @@ class Filter:
         try:
             table.filter(self.expression)
         except (pa.ArrowException, KeyError) as problem:
+            columns = ", ".join(f"{field.name} ({field.type})" for field in table.schema)
+            reason = str(problem).partition(" in ")[0] if "No match for" in str(problem) else str(problem)
             raise ColumnError(
-                f"the filter {self.text} cannot be used: {problem}. The columns are: {table.schema.to_string()}"
+                f"the filter {self.text} cannot be used: {reason}. Compare a column with a value of its type, and a "
+                f"field of a struct as pyarrow.compute.field('a', 'b'). The columns are: {columns}."
             ) from None
 
     def _passes(self, table: pa.Table) -> bool:
@@ -125,6 +128,7 @@ def parse_filter(filters: Any) -> Filter | None:
         return _named(pq.filters_to_expression(_plain(filters)))
     except (ValueError, TypeError, LookupError, AttributeError, pa.ArrowException) as problem:
         raise ValueError(
-            f"filters must be a pyarrow expression or a list of (column, operator, value), got {filters!r}: {problem}. "
+            f"filters must be a pyarrow expression or a list of (column, operator, value), got {filters!r}: "
+            f"{str(problem).rstrip('.')}. "
             'Write pyarrow.compute.field("label") == 1, or [("label", "==", 1)].'
         ) from None

@@ -30,6 +30,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from os import PathLike
 from typing import Any
 
 from midepoch._internal.values import LARGEST
@@ -354,7 +355,10 @@ def parse(state: Any) -> Saved:
     if isinstance(state, Saved):
         return state
     if not isinstance(state, Mapping):
-        raise StateError(f"expected a state dict as returned by state_dict(), got {brief(state)}.")
+        remedy = "Pass what state_dict() returned."
+        if isinstance(state, (str, bytes, PathLike)):
+            remedy = "Read it first: json.loads(text), or use PipelineCheckpoint for a folder of checkpoints."
+        raise StateError(f"expected a state dict as returned by state_dict(), got {brief(state)}. {remedy}")
     version = state.get(KEY)
     if isinstance(version, bool) or not isinstance(version, int):
         raise StateError(

@@ -254,6 +254,12 @@ def check_columns(wanted: Sequence[str], present: Sequence[str], what: str) -> N
     """Raise ColumnError with the missing and the existing columns."""
     missing = [name for name in wanted if name not in present]
     if missing:
-        there = ", ".join(present) or "none that all sources have. Call rename_columns before the sources are combined"
-        hint = f"{nearest(missing[0], present, '{!r}')} There are: {there}.".lstrip()
+        if not isinstance(missing[0], str):
+            raise TypeError(f"{what} takes names of columns, got {missing[0]!r:.60}. There are: {', '.join(present)}.")
+        hint = f"{nearest(missing[0], present, '{!r}')} There are: {', '.join(present)}.".lstrip()
+        struct, _, inner = missing[0].partition(".")
+        if inner and struct in present:
+            hint = f"For a field of {struct!r}, use map(lambda row: {{{inner!r}: row[{struct!r}][{inner!r}]}}) first."
+        elif not present:
+            hint = "There are none that all sources have. Call rename_columns or map before the sources are combined."
         raise ColumnError(f"{what}: no column {', '.join(map(repr, missing))}. {hint}")

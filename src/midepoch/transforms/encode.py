@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -102,6 +103,8 @@ class Tokenize:
 
     def __call__(self, texts: Any) -> dict[str, Any]:
         texts = ["" if text is None else text for text in texts]
+        if texts and not isinstance(texts[0], str | list | tuple):
+            raise MapError(f"a tokenizer takes text, but the column holds {type(texts[0]).__name__}: {texts[0]!r:.60}")
         backend = self._backend()
         if backend is not None:
             encode = getattr(backend, "encode_batch_fast", backend.encode_batch)
@@ -118,6 +121,18 @@ class Tokenize:
         backend = getattr(self.tokenizer, "backend_tokenizer", None)
         plain = backend is not None and not self.options and backend.truncation is None and backend.padding is None
         return backend if plain else None
+
+
+def is_tokenizer(given: Any) -> bool:
+    """Return True for a tokenizer of ``tokenizers``, or a callable that takes the options of ``transformers``."""
+    if isinstance(given, type) or not callable(given):
+        return hasattr(given, "encode_batch") and hasattr(given, "token_to_id") and not isinstance(given, type)
+    if inspect.isroutine(given):
+        try:
+            inspect.signature(given).bind([], return_attention_mask=False, return_token_type_ids=False)
+        except TypeError:
+            return False
+    return True
 
 
 def _column(values: Any) -> Any:

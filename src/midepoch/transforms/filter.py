@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
@@ -44,13 +44,16 @@ class FilterRows(Function):
                     values = present(first, "python")[columns[0]]
                     return [i for i, value in enumerate(values) if function(value)]
                 rows = present_rows(first, self.input_format)
-                if columns is None:
-                    return [i for i, row in enumerate(rows) if function(row)]
+                results = [function(row) for row in rows] if columns is None else []
+                if results and not isinstance(results[0], Mapping):
+                    return [i for i, kept in enumerate(results) if kept]
             except Exception:
                 pass
         return [i for i, kept in self.on_rows(given, run) if kept]
 
     def checked(self, result: Any) -> bool:
+        if isinstance(result, Mapping):
+            raise MapError(f"a filter must return True or False, it returned {type(result).__name__}")
         return bool(result)
 
     def checked_group(self, result: Any, rows: int) -> Any:

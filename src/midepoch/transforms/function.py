@@ -125,7 +125,7 @@ class Function:
                     run.seeds.set(seeds[i])
                 result = self.checked(self.function(*args, **self.fn_kwargs))
             except Exception as problem:
-                self.failed(problem, run, [number])
+                self.failed(problem, run, [number], row)
                 continue
             if take is not None:
                 left = take(result)
@@ -188,19 +188,31 @@ class Function:
             philox = np.random.Philox(key=key, counter=counter)
             yield torch_generator(philox) if self.with_generator == "torch" else np.random.Generator(philox)
 
-    def failed(self, problem: Exception, run: RunContext, rows: list[int]) -> None:
-        """Count and log rows on which the function failed, or raise MapError, which names them."""
+    def failed(self, problem: Exception, run: RunContext, rows: list[int], given: Any = None) -> None:
+        """Count and log rows on which the function failed, or raise MapError, which names them.
+
+        ``given``: the row that the function was called with.
+        """
         which = f"row {rows[0]}" if len(rows) == 1 else f"rows {rows[0]} … {rows[-1]} (a group of {len(rows)})"
         what = f"{self.call} failed on {which} of the dataset ({run.place(rows[0])})"
-        failed(what, self.on_error, problem, run, len(rows))
+        failed(what, self.on_error, problem, run, len(rows), _remedy(problem, given))
 
 
-def failed(what: str, on_error: str, problem: Exception, run: RunContext, rows: int) -> None:
+def _remedy(problem: Exception, row: Any) -> str:
+    """Return what to do about common mistakes in functions of a row."""
+    if isinstance(problem, KeyError) and isinstance(row, Mapping) and problem.args and problem.args[0] not in row:
+        return f". The row has: {', '.join(map(str, row))}."
+    if isinstance(problem, TypeError) and "missing 1 required positional argument" in str(problem):
+        return ". It is called with the row; with_indices=True adds its number."
+    return ""
+
+
+def failed(what: str, on_error: str, problem: Exception, run: RunContext, rows: int, remedy: str = "") -> None:
     """Count and log rows on which a step failed, if failures are skipped. Otherwise raise MapError.
 
     Errors of midepoch other than MapError are raised unchanged.
     """
-    text = f"{what}: {type(problem).__name__}: {problem}"
+    text = f"{what}: {type(problem).__name__}: {problem}{remedy}"
     if on_error == "skip" and is_damage(problem, of_row=True):
         _log.warning("skipped: %s", text)
         run.skipped(rows)

@@ -129,6 +129,6 @@ class ItemMap(Map):
     def checked(self, result: Any) -> Any:
         return result
 
-    def failed(self, problem: Exception, run: RunContext, rows: list[int]) -> None:
+    def failed(self, problem: Exception, run: RunContext, rows: list[int], given: Any = None) -> None:  # noqa: ARG002
         number = run.source_rows(np.array(rows))[0]
         failed(f"{self.name}[{number}] failed", self.on_error, problem, run, len(rows))
