@@ -5,6 +5,7 @@ Names that users know from other loaders lead to these.
 
 from __future__ import annotations
 
+import multiprocessing
 import sys
 import warnings
 from collections.abc import Callable, Mapping
@@ -207,6 +208,11 @@ class Options:
             raise ValueError(f"worker_type must be one of {names}, got {self.worker_type!r}")
         if self.worker_type == "thread" and self.multiprocessing_context is not None:
             raise ValueError("multiprocessing_context is for worker processes: omit it, or worker_type='thread'.")
+        if self.multiprocessing_context not in (None, *(methods := multiprocessing.get_all_start_methods())):
+            raise ValueError(
+                f"multiprocessing_context must be one of {', '.join(map(repr, methods))}, got "
+                f"{self.multiprocessing_context!r}"
+            )
         if self.persistent_workers and not self.num_workers:
             raise ValueError("persistent_workers=True requires num_workers of at least 1")
         if self.collate_fn is not None and not callable(self.collate_fn):
