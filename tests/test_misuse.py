@@ -214,8 +214,6 @@ TORCH: Wrong = [
     (lambda ds: ds.loader(4, rank=0, world_size=0), "world_size: expected at least 1"),
     (lambda ds: ds.loader(4, audit=True), "folder of a run, as in audit='runs/7', got True"),
     (lambda ds: ds.loader(4, 1, multiprocessing_context="forks"), "multiprocessing_context.*'spawn'.*'forks'"),
-    (lambda ds: ds.loader(4)[0], "no batches by number.*loader.dataset"),
-    (lambda ds: next(iter(torch.utils.data.DataLoader(ds.loader(4)))), "takes the place of a DataLoader"),
     (lambda ds: ds.loader(4).map(len), r"ds\.map\(function\)\.loader"),
     (lambda ds: ds.loader(4).skip(3), "load_state_dict"),
     (lambda ds: ds.loader(4).global_step, r"loader\.steps"),

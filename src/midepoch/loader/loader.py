@@ -95,12 +95,6 @@ class Loader(Resumable):
                 return object.__getattribute__(self, name)
             raise no_attribute("a Loader", name, dir(self), ATTRIBUTES)
 
-        def __getitem__(self, key: object) -> Any:
-            raise TypeError(
-                f"a Loader has no batches by number, got [{key!r:.20}]. Iterate it, and use loader.dataset for rows. "
-                "It takes the place of a DataLoader, which cannot wrap it."
-            )
-
     def __dir__(self) -> list[str]:
         return sorted(name for name in dir(type(self)) if not name.startswith("_"))
 
