@@ -766,15 +766,16 @@ def test_documents_that_are_excluded_before_they_are_packed_have_no_token_left(
     begun = set().union(*whole[:at])
     soon = [number for number in set().union(*whole[at : at + 4]) - begun if len(documents[number]) > 40]
     assert soon
-    for number in soon:
+    for numbers in [*({number} for number in soon), set(whole[at])]:  # one of them, or all of the next step
         loader = make()
         before = [next(loader) for _ in range(at)]
-        assert loader.exclude(documents=[("odd" if number % 2 else "even", number // 2)]) == 1
+        given = [("odd" if number % 2 else "even", number // 2) for number in numbers]
+        assert loader.exclude(documents=given) == len(numbers)
         state = loader.state_dict()
         seen = tokens(before) + tokens(loader)
-        assert number not in seen
+        assert not (numbers - begun) & set(seen)
         cut = {each for each, count in seen.items() if count != len(documents[each])}
-        assert not cut
+        assert not cut - numbers
         resumed = make()
         resumed.load_state_dict(json.loads(json.dumps(state)))
         assert tokens(before) + tokens(resumed) == seen

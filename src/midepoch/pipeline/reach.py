@@ -197,16 +197,21 @@ def up_to_done(
 
 
 def _of_excluded(intake: Puller, rows: Sequence[Intervals]) -> Pulled:
-    """Take outputs as long as they are made only of excluded rows."""
-    taken = intake.take(0)
-    while intake.has_more():
+    """Take outputs as long as they are made only of excluded rows. They cut no document but the one in progress."""
+    began, taken, others = intake.cursor, intake.take(0), np.zeros(0, np.intp)
+    while not len(others) and intake.has_more():
         following = intake.take(intake.left_of_chunk)
         others = np.flatnonzero(~are_of(materialize(following.items()), rows))
-        if len(others):
-            intake.give_back(following, int(others[0]))
-            return taken.joined(following.first(int(others[0])))
-        taken = taken.joined(following)
-    return taken
+        taken = taken.joined(following.first(int(others[0])) if len(others) else following)
+    counts = range(taken.count, 0, -1)
+    return taken.first(next((count for count in counts if not _cuts_another(taken.at(count), began)), 0))
+
+
+def _cuts_another(at: FlowAt, began: FlowAt) -> bool:
+    """Return True if another document is in progress at a cursor than at the one before."""
+    assert isinstance(at, StageAt)
+    assert isinstance(began, StageAt)
+    return at.delivered > 0 and at.before != began.before
 
 
 def _in_progress(node: Node, at: FlowAt) -> bool:
