@@ -35,13 +35,13 @@ def expected(tmp_path: Path) -> list[list[Any]]:
 def test_a_thread_that_saves_does_not_disturb_the_record(
     tmp_path: Path, expected: list[list[Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    append, writes, goes_on = Journal.append, Event(), Event()
+    append, writes, continues = Journal.append, Event(), Event()
 
-    def slow(self: Journal, kind: bytes, content: bytes, number: int = 0) -> None:
+    def slow(self: Journal, kind: bytes, content: bytes, number: int = 0) -> int:
         if current_thread() is not main_thread() and kind in (CURSORS, NUMBERS):
             writes.set()
-            goes_on.wait(0.3)  # the loop would save in between, and does not come to it
-        append(self, kind, content, number)
+            continues.wait(0.3)  # the loop would save in between, and does not come to it
+        return append(self, kind, content, number)
 
     monkeypatch.setattr(Journal, "append", slow)
     loader = make(tmp_path / "run")
@@ -52,7 +52,7 @@ def test_a_thread_that_saves_does_not_disturb_the_record(
             assert writes.wait(10)
         if number in (8, 11):
             loader.state_dict()
-            goes_on.set()
+            continues.set()
     thread.join()
     assert places(tmp_path / "run") == expected
 
@@ -63,10 +63,10 @@ def test_an_interrupt_while_a_record_is_written_does_not_disturb_the_next(
     append = Journal.append
     interrupts: list[BaseException] = []
 
-    def interrupted(self: Journal, kind: bytes, content: bytes, number: int = 0) -> None:
+    def interrupted(self: Journal, kind: bytes, content: bytes, number: int = 0) -> int:
         if number == 1 and interrupts:
             raise interrupts.pop()
-        append(self, kind, content, number)
+        return append(self, kind, content, number)
 
     monkeypatch.setattr(Journal, "append", interrupted)
     loader = make(tmp_path / "run")

@@ -60,9 +60,9 @@ def head_of(kind: bytes, number: int, content: bytes, place: int) -> bytes:
     return _HEAD.pack(kind, len(content), _checksum(kind, number, content, place), number)
 
 
-def records_in(data: Any, place: int = 0) -> Iterator[Record]:
-    """Yield the records of a journal, from a place on. A record that is cut off ends them."""
-    data = memoryview(data)
+def records_in(data: Any) -> Iterator[Record]:
+    """Yield the records of a journal. One that is cut off ends them."""
+    data, place = memoryview(data), 0
     while place + _HEAD.size <= len(data):
         kind, length, checksum, number = _HEAD.unpack_from(data, place)
         first = place + _HEAD.size
@@ -89,18 +89,14 @@ class Journal:
         """True if it can be written to. In a fork it cannot: the file is that of the parent."""
         return self._file >= 0 and self._owner == os.getpid()
 
-    def append(self, kind: bytes, content: bytes, number: int = 0) -> None:
-        """Append a record."""
-        self._append(kind, content, number)
-
     def append_counters(self, count: int) -> Any:
         """Append a record of counters, all 0, and return them: a store into ``counters[i]`` changes the file."""
-        place = self._append(COUNTERS, bytes(8 * count))
+        place = self.append(COUNTERS, bytes(8 * count))
         if self._pages is None:
             return _WrittenCounters(self._file, place, count)
         return counters_in(self._pages, place - self._mapped, count)
 
-    def _append(self, kind: bytes, content: bytes, number: int = 0) -> int:
+    def append(self, kind: bytes, content: bytes, number: int = 0) -> int:
         """Append a record, and return the place of its content."""
         size = _HEAD.size + len(content) + -len(content) % 8
         while True:

@@ -305,7 +305,7 @@ class Ledger:
             self._gap = self._gap or not load
             self._lose(problem)
             return
-        self.counters[Count.LOST], self._gap = 2 * self._gap, False
+        self.counters[Count.GAP], self._gap = int(self._gap), False
         before, _latest[self._rows] = _latest.get(self._rows), self
         self._beside = self._how == "on" and before not in (None, self)
         if before is not None and before is not self:
@@ -444,7 +444,7 @@ class Ledger:
             "as incomplete. Recording is tried again with the next pass.",
             self.folder, problem.strerror or problem,
         )  # fmt: skip
-        self.counters[Count.LOST] |= 1
+        self.counters[Count.LOST] = 1
         self._close()
 
     def _close(self) -> None:

@@ -44,9 +44,11 @@ class Count(IntEnum):
     SEEN = 1
     """Milliseconds from the time of the header to the last step, within a second."""
     LOST = 2
-    """Bit 0: the ledger could not be written any further. Bit 1: a pass before this one could not be recorded."""
+    """1 if the ledger could not be written any further."""
     BESIDE = 3
     """1 if another loader of the same rows recorded at the same time."""
+    GAP = 4
+    """1 if a pass before this one could not be recorded."""
 
 
 class Figures(NamedTuple):
@@ -389,8 +391,8 @@ def _passed(header: PassHeader, records: Sequence[Record], path: Path) -> Passed
         (numbered(path) or (0, ""))[0],
         steps,
         seen=header.time + counters[Count.SEEN] / 1000,
-        lost=bool(counters[Count.LOST] & 1),
-        gap=bool(counters[Count.LOST] & 2),
+        lost=counters[Count.LOST] > 0,
+        gap=counters[Count.GAP] > 0,
         beside=counters[Count.BESIDE] > 0,
         skipped=[(step, rows) for _, (step, rows) in contents(SKIPPED)],
         marks=tuple(Mark(*mark)._replace(figures=Figures(*mark[3])) for _, mark in contents(MARK)),

@@ -48,7 +48,7 @@ HINTS = {
         "directory missing": "For example PipelineCheckpoint('checkpoints', keep=3).",
     },
     "save": _PARTS,
-    "restore": {**_PARTS, "step missing": f"For the newest step: {_LATEST[4:]}"},
+    "restore": {**_PARTS, "step missing": "For the newest step, use restore_latest(loader, model, optimizer)."},
     "restore_latest": _PARTS,
 }
 

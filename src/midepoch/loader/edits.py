@@ -124,10 +124,11 @@ def _numbers(given: Any, delivered: int) -> Intervals:
         raise ValueError(
             f"exclude(steps=…) takes numbers of steps, from 1, such as [149, 150] or range(149, 151), got {given!r:.60}"
         )
-    if min(found) <= delivered:
+    if (first := min(found)) <= delivered:
+        load = f"Go back to a checkpoint of step {first - 1} or before, load its state" if first > 1 else "Begin again"
         raise ValueError(
-            f"exclude(steps=…): step {min(found)} was delivered already: the run is at step {delivered}. Go back to a "
-            f"checkpoint of step {min(found) - 1} or before, load its state, and exclude the step then."
+            f"exclude(steps=…): step {first} was delivered already: the run is at step {delivered}. {load}, and "
+            "exclude the step then."
         )
     return Intervals.of(given.start, given.stop) if many else Intervals.from_positions(found)
 
