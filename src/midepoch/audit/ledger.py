@@ -40,6 +40,7 @@ from midepoch.audit.records import (
     MARK,
     OVER,
     RETURNED,
+    SAVED,
     SKIPPED,
     SUFFIX,
     Count,
@@ -385,6 +386,12 @@ class Ledger:
             end = lanes.written(steps, records)
             if end is not None and is_recorded:  # also if no pass comes to ask for another batch
                 self._end(end)
+
+    def saved(self) -> None:
+        """Record that a state is saved: the run may come back to this step, also after it has left this branch."""
+        self.flush()
+        if steps := self.counters[Count.STEPS]:
+            self._append(SAVED, b"", steps)
 
     def leave(self) -> None:
         """Write what is pending: a pass ends, or is left."""

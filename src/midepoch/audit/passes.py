@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -16,6 +17,9 @@ from midepoch.storage.address import Address, is_address
 
 _OTHER_CLOCK = 300.0
 """Seconds by which the clocks of two machines may differ."""
+
+
+PassKey = tuple[Shape, tuple[int, int, int, int]]
 
 
 @dataclass
@@ -41,6 +45,11 @@ class Generation:
     """Steps that the run kept: those that no later pass took back."""
     how_after_look: str = ""
     """The way in which the run came to it, if a look before it was taken back."""
+
+    @property
+    def key(self) -> PassKey:
+        """What tells it from others, also if only a part of its steps is kept."""
+        return self.shape, self.beginning
 
     @property
     def first(self) -> Passed:
@@ -145,6 +154,21 @@ class Generation:
         """Return the record of a lane: of the ranks that share it, that of the one with the most steps."""
         tracks = [track for track in self.tracks.values() if lane in track.begin and lane not in track.ended]
         return max(tracks, key=lambda track: track.delivered, default=None)
+
+    def saved_before(self, load: Generation) -> Iterator[Generation]:
+        """Yield the pass as it was when a state was saved which may be the one that was loaded later.
+
+        The steps of leases are not those of their states: any of them may be it, the n-th of every rank.
+        """
+        saves, steps = [one.saves for one in self.of_rank.values()], load.before - self.before
+        if self.leases:
+            for number in reversed(range(min(map(len, saves)))):
+                yield self._cut({rank: one.until(one.saves[number], number) for rank, one in self.of_rank.items()})
+        elif any(steps in each for each in saves):
+            yield self._cut({rank: one.until(steps) for rank, one in self.of_rank.items()})
+
+    def _cut(self, of_rank: dict[int, Passed]) -> Generation:
+        return replace(self, of_rank=of_rank, kept_steps=0)
 
     def skipped(self, steps: int) -> int:
         """Return the rows that were skipped in the first steps."""

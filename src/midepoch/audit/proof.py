@@ -8,6 +8,9 @@ records, the proof keeps the set of units that the weights have seen:
 - A step adds its units. Those that are in the set already are *repeated*.
 - Excluded units are in neither.
 
+A run can go back to a step, continue from there, and later come back to a state of the *branch* that it left. So the
+sets before every pass are kept, and a loaded state that was saved in a pass of another branch continues that branch.
+
 Positions are compared in rows, also where batches by tokens changed their budget. In lanes, units are outputs.
 """
 
@@ -15,7 +18,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -23,7 +26,7 @@ import numpy as np
 import numpy.typing as npt
 
 from midepoch.audit.lanes import LaneTrack
-from midepoch.audit.passes import Generation
+from midepoch.audit.passes import Generation, PassKey
 from midepoch.order import Shard
 from midepoch.order.intervals import EMPTY, Intervals
 from midepoch.pipeline.cursor import LaneCursor, WindowAt
@@ -128,6 +131,16 @@ class EpochUnits:
         return tuple(self.twice.union(self.never).first(10))
 
 
+class Branch(NamedTuple):
+    """The history when a pass began, with the steps that were kept of each pass before it."""
+
+    one: Generation
+    epochs: dict[int, EpochUnits]
+    kept: list[tuple[Generation, int]]
+    firsts: list[int]
+    offset: int
+
+
 class History:
     """The history that the weights have: the units of each epoch, and the passes that were kept.
 
@@ -144,6 +157,7 @@ class History:
         self._run = run
         self._offset = 0  # steps before a loader that counts from 0, if every epoch has a new one
         self._begun: set[tuple[Stretch, int, int]] = set()
+        self._branches: list[Branch] = []
         load: Generation | None = None
         look: Generation | None = None
         turns = stretches(records)
@@ -155,18 +169,18 @@ class History:
             if look is not None:
                 how, look = self._judge(look, load or one, one.how, turns), None
             if load is not None:
-                self._go_back(load, turns[id(load)])
+                self._go_back(load, turns[load.key])
                 load = None
             if _is_look(one, run):
                 one.how_after_look, look = how, one
             else:
-                self._add(one, how, turns[id(one)])
+                self._add(one, how, turns[one.key])
         if look is not None:
             self._judge(look, load, "on", turns)
         if load is not None:
-            self._go_back(load, turns[id(load)])
+            self._go_back(load, turns[load.key])
 
-    def _judge(self, look: Generation, following: Generation | None, how: str, turns: Mapping[int, Stretch]) -> str:
+    def _judge(self, look: Generation, following: Generation | None, how: str, turns: Mapping[PassKey, Stretch]) -> str:
         """Count a pass of one batch if the run continued after it.
 
         ``following``: the record after it, or the state that was loaded. Return how the run came to the pass after it,
@@ -174,7 +188,7 @@ class History:
         """
         units, before = delivered_by(look, self._run), look.how_after_look or look.how
         if following is None or self._is_after(look, following, units):
-            self._add(look, before, turns[id(look)])
+            self._add(look, before, turns[look.key])
             return how
         here = self.epochs.setdefault(look.shape.epoch, EpochUnits())
         here.again += len(units)
@@ -191,6 +205,8 @@ class History:
     def _go_back(self, one: Generation, stretch: Stretch) -> None:
         """Continue where a record begins, without what was delivered after it."""
         claim, epoch = claim_of(one, self._run), one.shape.epoch
+        if one.is_load:
+            self._continue_branch(one, claim)
         here = self.epochs.setdefault(epoch, EpochUnits())
         fresh = frozenset(lane for lane in claim.lanes if (stretch, epoch, lane) not in self._begun)
         self._begun |= {(stretch, epoch, lane) for lane in claim.lanes}
@@ -212,6 +228,42 @@ class History:
         if last is not None and last.shape.epoch == epoch and not last.leases:
             last.kept_steps = min(last.kept_steps, _steps_before(last, one, claim))
 
+    def _continue_branch(self, load: Generation, claim: Claim) -> None:
+        """Replace the history by that of the branch in which a loaded state was saved, if it is of one that was left."""
+        now = self._branch(load)
+        in_line = {one.key: one.kept_steps for one in self.kept}
+        for branch in sorted(reversed(self._branches), key=lambda each: each.one.key not in in_line):
+            for saved in branch.one.saved_before(load):
+                self._restore(branch)
+                self._count(saved)
+                if self._is_at(load, claim):
+                    self.kept[-1], branch.one.kept_steps = branch.one, saved.most_steps
+                    if saved.most_steps <= in_line.get(branch.one.key, 0):
+                        self._restore(now)
+                    for epoch, before in now.epochs.items():  # all deliveries of both branches are counted
+                        here = self.epochs.setdefault(epoch, EpochUnits())
+                        here.again = before.again + len(before.kept) - len(here.kept)
+                    return
+        self._restore(now)
+
+    def _is_at(self, load: Generation, claim: Claim) -> bool:
+        """Return True if the history has what a loaded state claims to be done, and not more."""
+        here = self.epochs.get(load.shape.epoch, EpochUnits())
+        missing = claim.done.minus(here.kept).minus(here.excluded).minus(here.dropped)
+        return not missing and not here.kept.intersection(claim.all_units).minus(claim.done)
+
+    def _branch(self, one: Generation) -> Branch:
+        epochs = {epoch: replace(units, records=[*units.records]) for epoch, units in self.epochs.items()}
+        return Branch(one, epochs, [(each, each.kept_steps) for each in self.kept], [*self.firsts], self._offset)
+
+    def _restore(self, branch: Branch) -> None:
+        for one in self.kept:
+            one.kept_steps = 0
+        for one, steps in branch.kept:
+            one.kept_steps = steps
+        self.epochs = {epoch: replace(units, records=[*units.records]) for epoch, units in branch.epochs.items()}
+        self.kept, self.firsts, self._offset = [one for one, _ in branch.kept], [*branch.firsts], branch.offset
+
     @staticmethod
     def _is_taken_back(one: Generation, by: Generation) -> bool:
         """Return True if a pass begins where a record continues, or later. One that only found the end is kept."""
@@ -220,12 +272,17 @@ class History:
         return (one.shape.epoch, one.before) >= (by.shape.epoch, by.before)
 
     def _add(self, one: Generation, how: str, stretch: Stretch) -> None:
-        """Count the units of a pass."""
+        """Add a pass to the history."""
         if how == "fresh":  # a state that was loaded has a record of its own
             self._go_back(one, stretch)
             self._offset = self.firsts[-1] + self.kept[-1].kept_steps - one.before if self.kept else 0
+        self._branches.append(self._branch(one))
+        self._begun |= {(stretch, one.shape.epoch, lane) for lane in claim_of(one, self._run).lanes}
+        self._count(one)
+
+    def _count(self, one: Generation) -> None:
+        """Count the units of a pass."""
         here, claim = self.epochs.setdefault(one.shape.epoch, EpochUnits()), claim_of(one, self._run)
-        self._begun |= {(stretch, one.shape.epoch, lane) for lane in claim.lanes}
         here.records += [one] if not any(one is other for other in here.records) else []
         here.excluded = here.excluded.union(claim.excluded)
         here.deliver(delivered_by(one, self._run))
@@ -267,7 +324,7 @@ def _is_look(one: Generation, run: Run) -> bool:
     return one.in_lanes or run.plan_of(one).has(1)
 
 
-def stretches(records: Sequence[Generation]) -> dict[int, Stretch]:
+def stretches(records: Sequence[Generation]) -> dict[PassKey, Stretch]:
     """Return the stretch of each record: a start of the run, and how often it went back before.
 
     Ranks go back one after the other. What one has delivered since then is not taken back by another.
@@ -279,7 +336,7 @@ def stretches(records: Sequence[Generation]) -> dict[int, Stretch]:
         for rank, record in one.of_rank.items():
             if record.header.is_load or record.header.how == "fresh":
                 turns[start, rank] = turns.get((start, rank), -1) + 1
-        found[id(one)] = (start, max(turns.get((start, rank), 0) for rank in one.of_rank))
+        found[one.key] = (start, max(turns.get((start, rank), 0) for rank in one.of_rank))
     return found
 
 

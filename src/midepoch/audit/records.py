@@ -13,8 +13,9 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from enum import IntEnum
+from functools import cached_property
 from itertools import pairwise, takewhile
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -34,6 +35,8 @@ from midepoch.state.format import cursor_from_json, cursor_to_json, excluded_fro
 VERSION = 5
 SUFFIX = ".ledger"
 HEADER, MARK, SKIPPED, OVER, ACKED, RETURNED = b"pass", b"mark", b"skip", b"over", b"acks", b"back"
+SAVED = b"save"
+"""A state was saved. The number of the record is that of the steps before it."""
 
 
 class Count(IntEnum):
@@ -328,6 +331,8 @@ class Passed:
     """Leases and acknowledgements, if its batches were leases."""
     documents: RecordedDocuments | None
     """The documents of the steps of the process, if they are recorded."""
+    records: Sequence[Record]
+    path: Path
     reused: bool = False
     """True if another start had the same name."""
 
@@ -335,6 +340,18 @@ class Passed:
     def shape(self) -> Shape:
         """Its fields that ranks have in common."""
         return self.header.shape
+
+    @cached_property
+    def saves(self) -> list[int]:
+        """The number of steps before each state that was saved."""
+        return [record.number for record in self.records if record.kind == SAVED]
+
+    def until(self, steps: int, save: int | None = None) -> Passed:
+        """Return the record as it was after some steps or, of leases, when state ``save`` was saved."""
+        places = [place for place, record in enumerate(self.records) if record.kind == SAVED]
+        stop = len(self.records) if save is None else places[save]
+        kept = [record for record in self.records[:stop] if record.kind != OVER or steps >= self.steps]
+        return replace(_passed(self.header, kept, self.path, min(steps, self.steps)), reused=self.reused)
 
     def finds_the_end_of(self, before: Passed) -> bool:
         """Return True if the run continued with it after another pass of its epoch, and nothing was left."""
@@ -375,12 +392,12 @@ def steps_in(passes: list[Passed], stream: str) -> int:
     return sum(one.steps for one in passes if one.header.stream == stream)
 
 
-def _passed(header: PassHeader, records: Sequence[Record], path: Path) -> Passed:
+def _passed(header: PassHeader, records: Sequence[Record], path: Path, most_steps: int | None = None) -> Passed:
     def contents(*kinds: bytes) -> list[tuple[bytes, Any]]:
         return [(record.kind, json.loads(bytes(record.content))) for record in records if record.kind in kinds]
 
     counters = next((record.counters for record in records if record.kind == COUNTERS), [0] * len(Count))
-    steps, track = counters[Count.STEPS], None
+    steps, track = counters[Count.STEPS] if most_steps is None else most_steps, None
     ends = [lanes for _, lanes in contents(OVER)]
     if header.unit == "outputs":
         written = [record for record in records if record.kind in (CURSORS, NUMBERS)]
@@ -400,4 +417,6 @@ def _passed(header: PassHeader, records: Sequence[Record], path: Path) -> Passed
         track=track,
         leases=None if header.leases is None else _leases(header, steps, contents(ACKED, RETURNED)),
         documents=RecordedDocuments(path) if header.sources and track is not None else None,
+        records=records,
+        path=path,
     )

@@ -12,7 +12,7 @@ from midepoch._internal.hints import hinted
 from midepoch.audit import naming
 from midepoch.audit.consumed import LaneRun, RowCounts
 from midepoch.audit.orders import KnownOrder, WeightChange, weight_changes
-from midepoch.audit.passes import Generation, ledger_folder, read_generations
+from midepoch.audit.passes import Generation, PassKey, ledger_folder, read_generations
 from midepoch.audit.proof import EpochUnits, History, LeaseCounts, units_in
 from midepoch.errors import DataNotFoundError, StateError
 from midepoch.order import Shard
@@ -81,7 +81,7 @@ class Run:
         """All passes, also those that a later one took over."""
         self.streams = {one.shape.stream: one.first.header.name for one in generations}
         """All loaders that recorded in the folder, with the names that were given to them."""
-        self._plans: dict[int, Plan | TokenPlan] = {}
+        self._plans: dict[PassKey, Plan | TokenPlan] = {}
         history = History(self._all, self)
         self.generations, self.first_steps, self._units = history.kept, history.firsts, history.epochs
         """The passes that the weights have seen, and the number of steps before each."""
@@ -118,14 +118,14 @@ class Run:
 
         If the rows of batches by tokens are not known, it counts batches.
         """
-        if id(one) not in self._plans:
+        if one.key not in self._plans:
             try:
-                self._plans[id(one)] = self._made_plan(one)
+                self._plans[one.key] = self._made_plan(one)
             except StateError:
                 ranks, ends, done = one.shape.ranks, one.shape.batching.ends, one.cursor.lane.done
                 end = UNKNOWN >> 1 if one.end == UNKNOWN else one.end
-                self._plans[id(one)] = Plan.of(one.cursor, end, 1, ranks, ends, done)
-        return self._plans[id(one)]
+                self._plans[one.key] = Plan.of(one.cursor, end, 1, ranks, ends, done)
+        return self._plans[one.key]
 
     def rows_plan(self, one: Generation) -> Plan | TokenPlan:
         """Return the steps of a pass over positions. Raises StateError if the rows of their batches are not known."""

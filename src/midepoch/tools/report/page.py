@@ -222,7 +222,7 @@ def _health(where: str | Path, read: bool) -> dict[str, Any]:
 def of_run(run: Run, made: float) -> dict[str, Any]:
     """Return the contents of the ledger as plain numbers. ``made``: the time at which it was read."""
     starts = {name: number for number, name in enumerate(dict.fromkeys(one.shape.attempt for one in run.every))}
-    kept = set(map(_key, run.generations))
+    kept = {one.key for one in run.generations}
     order = run.order
     pieces = _pieces(run, starts, kept)
     proof = proof_of(run)
@@ -233,7 +233,7 @@ def of_run(run: Run, made: float) -> dict[str, Any]:
         "seed": order.about["seed"],
         "pipeline": order.about["pipeline"],
         "epochs": [{**one, "pieces": pieces.get(one["epoch"], [])} for one in proof["epochs"]],
-        "passes": [_pass(run, one, starts[one.shape.attempt], _key(one) in kept) for one in run.every],
+        "passes": [_pass(run, one, starts[one.shape.attempt], one.key in kept) for one in run.every],
         "speed": curves(run, starts),
         "now": now(run, made),
     }
@@ -259,19 +259,14 @@ def proof_of(run: Run) -> dict[str, Any]:
     }
 
 
-def _key(one: Generation) -> Any:
-    """Return the key of a pass, also in the history that the weights have."""
-    return one.shape, one.beginning
-
-
 def _pieces(run: Run, starts: dict[str, int], kept: set[Any]) -> dict[int, list[dict[str, Any]]]:
     """Return by epoch the positions that each pass delivered: kept, or repeated after a crash."""
     found: dict[int, list[dict[str, Any]]] = defaultdict(list)
-    for one in [*run.generations, *(one for one in run.every if _key(one) not in kept)]:
+    for one in [*run.generations, *(one for one in run.every if one.key not in kept)]:
         about = {"start": starts[one.shape.attempt], "ranks": one.shape.ranks}
         found[one.shape.epoch] += [
             {**about, "from": first, "to": stop, "share": share, "again": again}
-            for first, stop, share, again in _parts(run, one, one.kept_steps if _key(one) in kept else 0)
+            for first, stop, share, again in _parts(run, one, one.kept_steps if one.key in kept else 0)
             if stop > first
         ]
     return {epoch: _joined(pieces) for epoch, pieces in found.items()}
