@@ -129,6 +129,11 @@ class History:
             step = saver.restore_latest(loader, rng=False)
             mark = "" if step is None else saver.metadata(step)["mark"]
             self._restored(mark, number)
+            if start.older is not None and step is not None:
+                steps = self.cluster.agree(saver.steps())[0]
+                step = saver.restore(loader, rng=False, step=steps[int(start.older * len(steps))])
+                mark = saver.metadata(step)["mark"]
+                self.kept = self.marks[mark].kept
             if len(set(self.cluster.agree(mark))) > 1:
                 raise FindingError(f"start {number}: the ranks restored different checkpoints")
             self._train(number, start, rank, loader, saver, step)

@@ -31,7 +31,7 @@ class StartPlan:
     """One start of the run: its ranks, batches, checkpoints and faults.
 
     ``tolerant``: training continues after a checkpoint that could not be saved. ``connected``: ranks share a key-value
-    store.
+    store. ``older``: the checkpoint that is restored, as a share of those that are there, or None for the latest.
     """
 
     world: int
@@ -41,6 +41,7 @@ class StartPlan:
     exit: Exit | None = None
     tolerant: bool = True
     connected: bool = False
+    older: float | None = None
 
 
 @dataclass(frozen=True)
@@ -78,6 +79,7 @@ class Plan:
         ]
         for number, start in enumerate(self.starts):
             parts = [f"  start {number}: {start.world} ranks, batches of {start.size}, saves every {start.every} steps"]
+            parts += ["goes back to an older checkpoint"] if start.older is not None else []
             parts += [str(fault) for fault in start.faults] + ([str(start.exit)] if start.exit else [])
             lines.append("; ".join(parts))
         return "\n".join(lines)
@@ -116,6 +118,11 @@ def draw(seed: int) -> Plan:
     keep, epochs = draws.choice((None, 1, 2)), draws.choice((1, 1, 1, 1, 2))
     # Leases of several ranks can be edited before the first one only, and an epoch may have two steps.
     edit_at = 0 if has("lease") or has("exclude steps") else draws.choice((0, 1, 2))
+    branches = random.Random(f"branches of {seed}")
+    starts = [
+        StartPlan(**{**vars(start), "older": branches.random()}) if branches.random() < 0.2 else start
+        for start in starts
+    ]
     return Plan(seed, features, pipeline, tuple(starts), last, remote, keep, epochs, edit_at)
 
 

@@ -190,8 +190,11 @@ class History:
         if following is None or self._is_after(look, following, units):
             self._add(look, before, turns[look.key])
             return how
-        here = self.epochs.setdefault(look.shape.epoch, EpochUnits())
-        here.again += len(units)
+        now, begun = self._branch(look), set(self._begun)
+        self._add(look, before, turns[look.key])  # a branch: the run may come back to a state that was saved in it
+        self._restore(now)
+        self._begun = begun
+        self.epochs.setdefault(look.shape.epoch, EpochUnits()).again += len(units)
         return before if how != "fresh" and not following.is_load else how
 
     def _is_after(self, look: Generation, one: Generation, units: Intervals) -> bool:
