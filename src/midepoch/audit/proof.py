@@ -234,7 +234,7 @@ class History:
     def _continue_branch(self, load: Generation, claim: Claim) -> None:
         """Replace the history by that of the branch in which a loaded state was saved, if it is of one that was left."""
         now = self._branch(load)
-        in_line = {one.key: one.kept_steps for one in self.kept}
+        in_line = {one.key: one.kept_steps for one in self.kept} if not self._missing(load, claim) else {}
         for branch in sorted(reversed(self._branches), key=lambda each: each.one.key not in in_line):
             for saved in branch.one.saved_before(load):
                 self._restore(branch)
@@ -252,8 +252,12 @@ class History:
     def _is_at(self, load: Generation, claim: Claim) -> bool:
         """Return True if the history has what a loaded state claims to be done, and not more."""
         here = self.epochs.get(load.shape.epoch, EpochUnits())
-        missing = claim.done.minus(here.kept).minus(here.excluded).minus(here.dropped)
-        return not missing and not here.kept.intersection(claim.all_units).minus(claim.done)
+        return not self._missing(load, claim) and not here.kept.intersection(claim.all_units).minus(claim.done)
+
+    def _missing(self, load: Generation, claim: Claim) -> Intervals:
+        """Return the units that a loaded state claims to be done, and that the history does not have."""
+        here = self.epochs.get(load.shape.epoch, EpochUnits())
+        return claim.done.minus(here.kept).minus(here.excluded).minus(here.dropped)
 
     def _branch(self, one: Generation) -> Branch:
         epochs = {epoch: replace(units, records=[*units.records]) for epoch, units in self.epochs.items()}
