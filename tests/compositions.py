@@ -50,6 +50,8 @@ PIPELINES: dict[str, Callable[[], midepoch.Dataset]] = {
     ).with_lanes(2),
     "pack": lambda: rows_from(0, ROWS).pack(12, column="input_ids", pad=-1).with_lanes(2),
 }
+DRAWN = {"drawn": lambda: rows_from(0, ROWS).weighted([1 + n % 5 for n in range(ROWS)], replacement=False, seed=4)}
+"""A pipeline of the simulator alone: rows in the order of a draw by weight, another in every epoch."""
 SCHEDULE = midepoch.Schedule(
     [
         midepoch.Phase("one", {"a": 1.0}, steps=2, global_batch_size=2),
@@ -67,7 +69,7 @@ def dataset_of(pipeline: str, mixed_by: str, filtered: bool) -> midepoch.Dataset
         return midepoch.mix(sources, midepoch.Schedule(phases) if mixed_by == "rows" else SCHEDULE, seed=2)
     if filtered:
         return rows_from(0, ROWS).filter(keeps).with_lanes(2)
-    return PIPELINES[pipeline]()
+    return {**PIPELINES, **DRAWN}[pipeline]()
 
 
 @dataclass

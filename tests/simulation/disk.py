@@ -6,6 +6,7 @@ after it was made; of the changes of names since then, any subset does (or, as i
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from dataclasses import dataclass, field
@@ -15,7 +16,8 @@ from typing import Any
 
 from simulation.cluster import Cluster, Killed, Rank
 
-_numbers = count(1_000_000)
+FIRST_NUMBER = 1_000_000
+_numbers = count(FIRST_NUMBER)
 """Descriptors: no history has one of another, whose objects may be finalised late."""
 
 
@@ -208,6 +210,28 @@ class Disk:
             for folder, name, inner in change:
                 _set(folder.synced, name, inner)
         self.pending = left
+
+    # Other damage
+
+    def rot(self, folder: Path, share: float) -> bool:
+        """Change a bit of the step that was saved last, if there are others. Returns False if there are not."""
+        steps = [path for path in folder.glob("step_*") if (path / "manifest.json").exists()]
+        if len(steps) < 2:
+            return False
+        last = max(steps, key=lambda path: json.loads((path / "manifest.json").read_bytes())["sequence"])
+        files = sorted(path for path in last.rglob("*") if path.is_file() and path.stat().st_size)
+        place = int(share * sum(path.stat().st_size for path in files))
+        for path in files:
+            data = bytearray(path.read_bytes())
+            if place < len(data):
+                data[place] ^= 4
+                path.write_bytes(data)
+                node = self.find(path)
+                assert node is not None
+                node.synced = bytes(data)
+                return True
+            place -= len(data)
+        return False
 
     # A loss of power
 

@@ -12,10 +12,12 @@ from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+
 import midepoch
 from midepoch.audit import Ledger
 from midepoch.checkpoint import PipelineCheckpoint
-from midepoch.errors import CheckpointSaveError, MidepochError
+from midepoch.errors import CheckpointDamagedError, CheckpointSaveError, MidepochError
 from simulation.cluster import Cluster, HangError, Killed, Rank
 from simulation.disk import Disk
 from simulation.plans import Plan, StartPlan
@@ -47,10 +49,24 @@ class Mark:
     before: tuple[Entry, ...]
     logs: list[list[Entry]]
     counts: dict[int, int] = field(default_factory=dict)
+    weights: int = 0
 
     @property
     def kept(self) -> tuple[Entry, ...]:
         return self.before + tuple(entry for rank, count in self.counts.items() for entry in self.logs[rank][:count])
+
+
+class Weights:
+    """A model: its weights are those of a step of a start."""
+
+    def __init__(self) -> None:
+        self.value = np.zeros(16, np.int64)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"value": self.value}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.value = np.array(state["value"])
 
 
 class History:
@@ -69,6 +85,8 @@ class History:
         self.trusted = True
         """False if a part of the ledger may be gone: by a loss of power, or an error when it was written."""
         self.events: list[str] = []
+        self.rotten = False
+        """True if a bit of a checkpoint has changed."""
         self._before = 0  # faults before this start
 
     @property
@@ -91,6 +109,9 @@ class History:
         cluster = self.cluster
         self.site.begin_start(start.connected)
         self.logs, self._before = [[] for _ in range(start.world)], len(cluster.happened)
+        if start.rots is not None and self.disk.rot(self.folder / "checkpoint", start.rots):
+            self.rotten = True
+            cluster.happened.append("a bit has changed")
         mains = [self._main(number, start, rank) for rank in range(start.world)]
         try:
             ranks = cluster.run(mains, list(start.faults))
@@ -126,24 +147,44 @@ class History:
                 return
             address = "sim://bucket/run" if plan.remote else str(self.folder / "checkpoint")
             saver = PipelineCheckpoint(address, plan.keep, rank=rank, world_size=start.world, timeout=20.0)
-            step = saver.restore_latest(loader, rng=False)
+            model = Weights() if plan.has_model else None
+            step = saver.restore_latest(loader, model, rng=False)
             mark = "" if step is None else saver.metadata(step)["mark"]
-            self._restored(mark, number)
+            self._restored(mark, number, model)
             if start.older is not None and step is not None:
                 steps = self.cluster.agree(saver.steps())[0]
-                step = saver.restore(loader, rng=False, step=steps[int(start.older * len(steps))])
+                try:
+                    step = saver.restore(loader, model, rng=False, step=steps[int(start.older * len(steps))])
+                except CheckpointDamagedError:
+                    if not self.rotten:
+                        raise
                 mark = saver.metadata(step)["mark"]
+                self._check_weights(mark, model)
                 self.kept = self.marks[mark].kept
             if len(set(self.cluster.agree(mark))) > 1:
                 raise FindingError(f"start {number}: the ranks restored different checkpoints")
+            # At the end of an epoch, only some of the ranks may have a batch left to look at.
+            if start.looks and (start.world == 1 or (step or 0) < 2) and loader._next_cursor().epoch < plan.epochs:
+                self._look(loader)
             self._train(number, start, rank, loader, saver, step)
 
         return main
 
-    def _restored(self, mark: str, number: int) -> None:
+    def _look(self, loader: midepoch.Loader) -> None:
+        """Take a batch as a sample, and choose the epoch that comes anyway."""
+        epoch = loader._next_cursor().epoch
+        for _ in loader:
+            break
+        loader.set_epoch(epoch)
+
+    def _check_weights(self, mark: str, model: Weights | None) -> None:
+        if model is not None and not (model.value == self.marks[mark].weights).all():
+            raise FindingError(f"the weights {model.value[:1]} were restored, {self.marks[mark].weights} were saved")
+
+    def _restored(self, mark: str, number: int, model: Weights | None) -> None:
         order = self.marks[mark].order if mark else 0
         struck = self.cluster.happened[self._before :]
-        unreadable = any(text.startswith(("error", "throttle", "lost")) for text in struck)
+        unreadable = self.rotten or any(text.startswith(("error", "throttle", "lost")) for text in struck)
         # Of a step that was being removed, a loss of power may leave the folder without its files.
         damaged = [text for text in self.site.complaints if not (self.disk.lost and "there is no manifest" in text)]
         if damaged and not unreadable:
@@ -152,11 +193,14 @@ class History:
             raise FindingError(f"start {number} restored checkpoint {order}, and {self.durable} was saved")
         self.durable = order if unreadable else self.durable
         self.kept = self.marks[mark].kept if mark else ()
+        if mark:
+            self._check_weights(mark, model)
 
     def _train(
         self, number: int, start: StartPlan, rank: int, loader: midepoch.Loader, saver: Any, restored: int | None
     ) -> None:
         plan, cluster, step = self.plan, self.cluster, restored or 0
+        model = Weights() if plan.has_model else None
         taker: Taker = Leases(self, loader, rank) if "lease" in plan.features else Batches(self, loader, rank)
 
         saves = count(1)
@@ -168,8 +212,11 @@ class History:
             mark = self.marks.get(name) or Mark(len(self.marks) + 1, self.kept, self.logs)
             self.marks[name] = mark
             mark.counts[rank] = len(self.logs[rank])
+            mark.weights = 1000 * number + step
+            if model is not None:
+                model.value[:] = mark.weights
             try:
-                saver.save(loader, step=step, metadata={"mark": name}, rng=False)
+                saver.save(loader, model, step=step, metadata={"mark": name}, rng=False)
                 self.durable = max(self.durable, mark.order)
             except CheckpointSaveError:
                 if not start.tolerant:
@@ -217,6 +264,12 @@ class History:
                 raise FindingError(f"start {number}, rank {rank}: the run does not end")
             edit()
             leaves = start.exit if start.exit is not None and start.exit.step <= step else None
+            if start.drifts and step > 1:
+                more = rank > 0 or taker.take(step + 1)
+                if all(cluster.agree(more)):
+                    self._save_apart(loader, saver, step)
+                cluster.happened.append("a rank takes a batch more")
+                return
             if (start.every and step % start.every == 0) or (leaves is not None and leaves.kind == "preempt"):
                 save()
             if leaves is not None and (leaves.kind != "kill" or leaves.rank == rank):
@@ -226,6 +279,14 @@ class History:
                 cluster.agree(None)
                 taker.end_pass()
                 return
+
+    def _save_apart(self, loader: midepoch.Loader, saver: Any, step: int) -> None:
+        """Save when ranks are at different steps, which has to be refused."""
+        try:
+            saver.save(loader, step=step, metadata={"mark": "apart"}, rng=False)
+        except (MidepochError, OSError):
+            return
+        raise FindingError("a checkpoint of ranks at different steps was saved")
 
     def log(self, rank: int, step: int, epoch: int, batch: Any) -> None:
         self.logs[rank].append(Entry(epoch, step, rank, tuple(self.plan.case.rows(batch))))
@@ -284,7 +345,7 @@ class Leases:
 
     def _ack(self) -> None:
         lease, step, epoch = self._out.pop(self._history.cluster.random.randrange(len(self._out)))
-        lease.ack()
+        lease.ack() if self._history.cluster.random.random() < 0.8 else lease.reject()  # for the loader it is done
         self._history.log(self._rank, step, epoch, lease.batch)
 
     def end_pass(self) -> None:

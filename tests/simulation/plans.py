@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import errno
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from compositions import PIPELINES, Case
+from compositions import DRAWN, PIPELINES, Case
+from midepoch.checkpoint import Keep
 from midepoch.loader.options import FEATURES, MEANINGLESS
 from simulation.cluster import Fault
 
 SIMULATED = [name for name in FEATURES if name not in ("micro-batches", "device")]
 """Devices need threads, and micro-batches are cut after delivery."""
-IN_ROWS = ("rows", "filter", "window")
+IN_ROWS = ("rows", "drawn", "filter", "window")
 """Pipelines whose outputs are rows with numbers of their own."""
 
 
@@ -32,6 +33,9 @@ class StartPlan:
 
     ``tolerant``: training continues after a checkpoint that could not be saved. ``connected``: ranks share a key-value
     store. ``older``: the checkpoint that is restored, as a share of those that are there, or None for the latest.
+    ``looks``: a batch is taken as a sample before training, and ``set_epoch`` called. ``rots``: before it, a bit of a
+    file of the latest checkpoint has changed, at this share of its bytes. ``drifts``: at its second save, one rank has
+    taken a batch more than the others.
     """
 
     world: int
@@ -42,6 +46,9 @@ class StartPlan:
     tolerant: bool = True
     connected: bool = False
     older: float | None = None
+    looks: bool = False
+    rots: float | None = None
+    drifts: bool = False
 
 
 @dataclass(frozen=True)
@@ -54,9 +61,10 @@ class Plan:
     starts: tuple[StartPlan, ...]
     last: str
     remote: bool
-    keep: int | None
+    keep: int | Keep | None
     epochs: int
     edit_at: int
+    has_model: bool = False
 
     @property
     def case(self) -> Case:
@@ -64,7 +72,9 @@ class Plan:
 
     @property
     def in_lanes(self) -> bool:
-        return self.case.pipeline != "rows" or bool({"schedule", "tokens at run time"} & set(self.features))
+        return self.case.pipeline not in ("rows", "drawn") or bool(
+            {"schedule", "tokens at run time"} & set(self.features)
+        )
 
     @property
     def fixed(self) -> bool:
@@ -79,7 +89,13 @@ class Plan:
         ]
         for number, start in enumerate(self.starts):
             parts = [f"  start {number}: {start.world} ranks, batches of {start.size}, saves every {start.every} steps"]
-            parts += ["goes back to an older checkpoint"] if start.older is not None else []
+            habits = {
+                "goes back to an older checkpoint": start.older is not None,
+                "takes a sample": start.looks,
+                "a bit of the latest checkpoint has changed": start.rots is not None,
+                "a rank takes a batch more": start.drifts,
+            }
+            parts += [text for text, has in habits.items() if has]
             parts += [str(fault) for fault in start.faults] + ([str(start.exit)] if start.exit else [])
             lines.append("; ".join(parts))
         return "\n".join(lines)
@@ -118,12 +134,28 @@ def draw(seed: int) -> Plan:
     keep, epochs = draws.choice((None, 1, 2)), draws.choice((1, 1, 1, 1, 2))
     # Leases of several ranks can be edited before the first one only, and an epoch may have two steps.
     edit_at = 0 if has("lease") or has("exclude steps") else draws.choice((0, 1, 2))
-    branches = random.Random(f"branches of {seed}")
-    starts = [
-        StartPlan(**{**vars(start), "older": branches.random()}) if branches.random() < 0.2 else start
-        for start in starts
-    ]
-    return Plan(seed, features, pipeline, tuple(starts), last, remote, keep, epochs, edit_at)
+    plan = Plan(seed, features, pipeline, tuple(starts), last, remote, keep, epochs, edit_at)
+    return _with_habits(plan, random.Random(f"habits of {seed}"))
+
+
+def _with_habits(plan: Plan, draws: random.Random) -> Plan:
+    """Draw what else users and disks do."""
+    has, simple = set(plan.features).__contains__, not plan.in_lanes and "lease" not in plan.features
+    pipeline, keep, starts = plan.pipeline, plan.keep, []
+    if pipeline == "rows" and not plan.features and draws.random() < 0.5:
+        (pipeline,), plan = DRAWN, replace(plan, epochs=2)
+    if draws.random() < 0.2:
+        keep = Keep(last=1, every=draws.choice((2, 3)))
+    for number, start in enumerate(plan.starts):
+        older = draws.random() if draws.random() < 0.2 else None
+        looks = draws.random() < 0.1 and not (has("lease") or has("steps_per_epoch"))
+        rots = draws.random() if draws.random() < 0.1 and number and not plan.remote else None
+        drifts = draws.random() < 0.2 and simple and start.world > 1 and number < len(plan.starts) - 1
+        starts.append(replace(start, older=older, looks=looks, rots=rots, drifts=drifts))
+    if len({start.world for start in starts}) > 1 and draws.random() < 0.2 and not has("schedule"):
+        starts[0] = replace(starts[0], world=4, size=1)
+    rots = any(start.rots is not None for start in starts)
+    return replace(plan, pipeline=pipeline, keep=keep, starts=tuple(starts), has_model=rots or draws.random() < 0.1)
 
 
 def _shape(draws: random.Random, worlds: tuple[int, ...]) -> tuple[int, int]:

@@ -22,7 +22,7 @@ from midepoch.checkpoint import local, manager, manifest, remote, rendezvous, re
 from midepoch.distributed import keyvalue, runs
 from midepoch.loader import lanes, meter, passes
 from simulation.cluster import Cluster
-from simulation.disk import Disk
+from simulation.disk import FIRST_NUMBER, Disk
 from simulation.store import Bucket, KeyValues, objects_of
 
 
@@ -92,7 +92,12 @@ _OF_DISK = [
 
 def _modules(site: Site) -> dict[str, Any]:
     def of_disk(name: str) -> Callable[..., Any]:
-        return lambda *arguments, **options: getattr(site.disk, name)(*arguments, **options)
+        def call(*arguments: Any, **options: Any) -> Any:
+            given = arguments[0]
+            is_real = isinstance(given, int) and given < FIRST_NUMBER  # of a temporary file without a name
+            return getattr(os if is_real else site.disk, name)(*arguments, **options)
+
+        return call
 
     def flock(number: int, flags: int) -> None:
         file = site.disk.files.get(number)
