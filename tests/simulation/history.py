@@ -109,7 +109,7 @@ class History:
         cluster = self.cluster
         self.site.begin_start(start.connected)
         self.logs, self._before = [[] for _ in range(start.world)], len(cluster.happened)
-        if start.rots is not None and self.disk.rot(self.folder / "checkpoint", start.rots):
+        if start.rots is not None and not self.disk.lost and self.disk.rot(self.folder / "checkpoint", start.rots):
             self.rotten = True
             cluster.happened.append("a bit has changed")
         mains = [self._main(number, start, rank) for rank in range(start.world)]
@@ -156,7 +156,7 @@ class History:
                 try:
                     step = saver.restore(loader, model, rng=False, step=steps[int(start.older * len(steps))])
                 except CheckpointDamagedError:
-                    if not self.rotten:
+                    if not (self.rotten or self.disk.lost):  # a power loss may leave a part of a step that was removed
                         raise
                 mark = saver.metadata(step)["mark"]
                 self._check_weights(mark, model)

@@ -160,15 +160,14 @@ class Generation:
 
         The steps of leases are not those of their states: any of them may be it, the n-th of every rank.
         """
-        saves, steps = [one.saves for one in self.of_rank.values()], load.before - self.before
+        ranks = self.of_rank.items()
         if self.leases:
-            for number in reversed(range(min(map(len, saves)))):
-                yield self._cut({rank: one.until(one.saves[number], number) for rank, one in self.of_rank.items()})
-        elif any(steps in each for each in saves):
-            yield self._cut({rank: one.until(steps) for rank, one in self.of_rank.items()})
-
-    def _cut(self, of_rank: dict[int, Passed]) -> Generation:
-        return replace(self, of_rank=of_rank, kept_steps=0)
+            for number in reversed(range(min(len(one.saves) for _, one in ranks))):
+                yield replace(self, of_rank={rank: one.until(one.saves[number], number) for rank, one in ranks})
+            return
+        steps = {rank: load.before - one.header.cursor.steps for rank, one in ranks}  # ranks may differ in lanes
+        if any(steps[rank] in one.saves for rank, one in ranks):
+            yield replace(self, of_rank={rank: one.until(steps[rank]) for rank, one in ranks})
 
     def skipped(self, steps: int) -> int:
         """Return the rows that were skipped in the first steps."""

@@ -147,7 +147,7 @@ class History:
     ``kept``: those passes, each with the number of its steps that no later record took back, and ``firsts``, the steps
     of the run before each. A state that was loaded counts if a pass follows, or nothing; of several, the last one. A
     pass of one batch may be a look, such as a sample to build the model from: it counts only if the run continues after
-    it, or if nothing follows.
+    it, if the next record is of a later epoch and it reached the end of its own, or if nothing follows.
     """
 
     def __init__(self, records: Sequence[Generation], run: Run) -> None:
@@ -171,7 +171,7 @@ class History:
             if load is not None:
                 self._go_back(load, turns[load.key])
                 load = None
-            if _is_look(one, run):
+            if _may_be_look(one, run):
                 one.how_after_look, look = how, one
             else:
                 self._add(one, how, turns[one.key])
@@ -200,7 +200,7 @@ class History:
     def _is_after(self, look: Generation, one: Generation, units: Intervals) -> bool:
         """Return True if a record begins after a look, whose units are done there, and no others."""
         if look.shape.epoch != one.shape.epoch:
-            return False
+            return one.shape.epoch > look.shape.epoch and self._run.is_through(look)
         before, after = claim_of(look, self._run), claim_of(one, self._run)
         own = units.intersection(after.all_units)
         return not own.minus(after.done) and not after.done.minus(own.union(before.done, before.excluded))
@@ -232,10 +232,10 @@ class History:
             last.kept_steps = min(last.kept_steps, _steps_before(last, one, claim))
 
     def _continue_branch(self, load: Generation, claim: Claim) -> None:
-        """Replace the history by that of the branch in which a loaded state was saved, if it is of one that was left."""
+        """Replace the history by that of the branch in which a loaded state was saved, if the run had left it."""
         now = self._branch(load)
         in_line = {one.key: one.kept_steps for one in self.kept} if not self._missing(load, claim) else {}
-        for branch in sorted(reversed(self._branches), key=lambda each: each.one.key not in in_line):
+        for branch in sorted(self._branches[::-1], key=lambda each: each.one.key not in in_line):
             for saved in branch.one.saved_before(load):
                 self._restore(branch)
                 self._count(saved)
@@ -324,11 +324,14 @@ def _is_beyond(track: LaneTrack, lanes: list[int], done: Mapping[int, int], step
     return any(track.taken(lane, step) > done[lane] for lane in lanes)
 
 
-def _is_look(one: Generation, run: Run) -> bool:
-    """Return True if no rank received more than a first batch, of several, as far as it could be recorded."""
-    if one.most_steps > 1 or one.leases or one.lost or any(record.finished for record in one.of_rank.values()):
+def _may_be_look(one: Generation, run: Run) -> bool:
+    """Return True if no rank received more than a first batch, as far as it could be recorded.
+
+    The only batch of an epoch is none. The last batch after a loaded state may be one: ``set_epoch`` returns to it.
+    """
+    if one.most_steps > 1 or one.leases or one.lost:
         return False
-    return one.in_lanes or run.plan_of(one).has(1)
+    return one.cursor.begun or not run.is_through(one)
 
 
 def stretches(records: Sequence[Generation]) -> dict[PassKey, Stretch]:
