@@ -46,6 +46,8 @@ class Fault:
     count: int = 1
     reads: bool = False
     """An error also of reads."""
+    verb: str = ""
+    """Only operations of this name count, such as "rename"."""
 
 
 @dataclass(eq=False)
@@ -57,7 +59,7 @@ class Rank:
     main: greenlet.greenlet
     alive: bool = True
     wake: float = 0.0
-    operations: dict[str, int] = field(default_factory=dict)
+    operations: dict[tuple[str, str], int] = field(default_factory=dict)
     passes: int = 0
     made: dict[str, int] = field(default_factory=dict)
     problem: BaseException | None = None
@@ -152,13 +154,14 @@ class Cluster:
             return None
         if not rank.alive:
             raise Killed
-        found = None
-        for place in (where, ""):
+        found, verb = None, name.split()[0]
+        for place in ((where, ""), ("", ""), (where, verb)):
             count = rank.operations[place] = rank.operations.get(place, 0) + 1
             if count > MOST_OPERATIONS:
                 raise HangError(f"{MOST_OPERATIONS} operations of a rank, the last is {name}")
             for fault in self.faults:
-                if fault.rank == rank.number and fault.where == place and fault.at <= count < fault.at + fault.count:
+                is_here = fault.rank == rank.number and (fault.where, fault.verb) == place
+                if is_here and fault.at <= count < fault.at + fault.count:
                     found = self._strike(fault, rank, name, reads) or found
         if self.random.random() < 0.15:
             self.switch()

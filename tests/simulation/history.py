@@ -87,6 +87,8 @@ class History:
         self.events: list[str] = []
         self.rotten = False
         """True if a bit of a checkpoint has changed."""
+        self.ahead: tuple[int, Any, tuple[Entry, ...]] | None = None
+        """A start that loads a state of a rank that was ahead of the others, and what was delivered before."""
         self._before = 0  # faults before this start
 
     @property
@@ -164,6 +166,10 @@ class History:
             if len(set(self.cluster.agree(mark))) > 1:
                 raise FindingError(f"start {number}: the ranks restored different checkpoints")
             # At the end of an epoch, only some of the ranks may have a batch left to look at.
+            if self.ahead is not None and self.ahead[0] == number:
+                _, state, self.kept = self.ahead
+                loader.load_state_dict(state)
+                step = loader.steps
             if start.looks and (start.world == 1 or (step or 0) < 2) and loader._next_cursor().epoch < plan.epochs:
                 self._look(loader)
             self._train(number, start, rank, loader, saver, step)
@@ -268,6 +274,9 @@ class History:
                 more = rank > 0 or taker.take(step + 1)
                 if all(cluster.agree(more)):
                     self._save_apart(loader, saver, step)
+                if start.foolish and more and not rank:
+                    entries = tuple(entry for log in self.logs for entry in log)
+                    self.ahead = (number + 1, loader.state_dict(), self.kept + entries)
                 cluster.happened.append("a rank takes a batch more")
                 return
             if (start.every and step % start.every == 0) or (leaves is not None and leaves.kind == "preempt"):
@@ -318,7 +327,7 @@ class Batches:
 
 
 class Leases:
-    """Leases, acknowledged up to two steps later. The weights have seen what is acknowledged."""
+    """Leases, acknowledged up to four steps later. The weights have seen what is acknowledged."""
 
     def __init__(self, history: History, loader: midepoch.Loader, rank: int) -> None:
         self._history, self._loader, self._rank = history, loader, rank
@@ -332,7 +341,7 @@ class Leases:
         if self._items is None:
             self._items = self._loader.lease().__enter__()
         waits = "steps_per_epoch" in self._history.plan.features  # for all leases at the end of an epoch of the data
-        while len(self._out) > (0 if waits else self._history.cluster.random.choice((0, 1, 2))):
+        while len(self._out) > (0 if waits else self._history.cluster.random.choice((0, 1, 2, 4))):
             self._ack()
         try:
             self._out.append((lease := next(self._items), step, self._loader._run.cursor.epoch))
@@ -344,7 +353,8 @@ class Leases:
         return True
 
     def _ack(self) -> None:
-        lease, step, epoch = self._out.pop(self._history.cluster.random.randrange(len(self._out)))
+        draws = self._history.cluster.random  # later ones rather than those that have been out for long
+        lease, step, epoch = self._out.pop(max(draws.randrange(len(self._out)) for _ in range(2)))
         lease.ack() if self._history.cluster.random.random() < 0.8 else lease.reject()  # for the loader it is done
         self._history.log(self._rank, step, epoch, lease.batch)
 

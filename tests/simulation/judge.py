@@ -17,6 +17,9 @@ _LEFT = re.compile(r"\.step_.*\.(saving|new|old|gone)\Z")
 
 def judge(history: History) -> None:
     """Raise FindingError if a rule is broken."""
+    if history.ahead is not None:
+        _check_accused(history)
+        return
     _check_log(history)
     _check_ledger(history)
     _check_files(history)
@@ -114,6 +117,16 @@ def _check_ledger(history: History) -> None:
     expected = sorted(row for entry in history.entries if entry.step == step for row in entry.outputs)
     if named != expected:
         raise FindingError(f"the ledger names the rows {named} of step {step}, {expected} came")
+
+
+def _check_accused(history: History) -> None:
+    """Rows of the other ranks may be lost, if a start loaded the state of a rank that was ahead."""
+    plan = history.plan
+    full = _by_epoch(uninterrupted(as_uninterrupted(plan, 1, 2, (), "uneven"), history.site))
+    seen = _by_epoch(history.entries)
+    lost = plan.last != "drop" and any(full[epoch] - seen.get(epoch, Counter()) for epoch in full)
+    if lost and history.trusted and read_run(history.folder / "ledger").exact:
+        raise FindingError("rows were lost, and the ledger says that the run is exact")
 
 
 def _check_files(history: History) -> None:

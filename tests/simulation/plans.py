@@ -35,7 +35,7 @@ class StartPlan:
     store. ``older``: the checkpoint that is restored, as a share of those that are there, or None for the latest.
     ``looks``: a batch is taken as a sample before training, and ``set_epoch`` called. ``rots``: before it, a bit of a
     file of the latest checkpoint has changed, at this share of its bytes. ``drifts``: at its second save, one rank has
-    taken a batch more than the others.
+    taken a batch more than the others. ``foolish``: then the next start loads the state of that rank: rows are lost.
     """
 
     world: int
@@ -49,6 +49,7 @@ class StartPlan:
     looks: bool = False
     rots: float | None = None
     drifts: bool = False
+    foolish: bool = False
 
 
 @dataclass(frozen=True)
@@ -144,18 +145,30 @@ def _with_habits(plan: Plan, draws: random.Random) -> Plan:
     pipeline, keep, starts = plan.pipeline, plan.keep, []
     if pipeline == "rows" and not plan.features and draws.random() < 0.5:
         (pipeline,), plan = DRAWN, replace(plan, epochs=2)
-    if draws.random() < 0.2:
+    if draws.random() < 0.3:
         keep = Keep(last=1, every=draws.choice((2, 3)))
     for number, start in enumerate(plan.starts):
-        older = draws.random() if draws.random() < 0.2 else None
+        older = draws.random() if draws.random() < 0.25 else None
         looks = draws.random() < 0.1 and not (has("lease") or has("steps_per_epoch"))
         rots = draws.random() if draws.random() < 0.1 and number and not plan.remote else None
         drifts = draws.random() < 0.2 and simple and start.world > 1 and number < len(plan.starts) - 1
-        starts.append(replace(start, older=older, looks=looks, rots=rots, drifts=drifts))
+        if draws.random() < 0.15 and not plan.remote and number < len(plan.starts) - 1:
+            start = replace(start, faults=_at_commits(draws, start))
+        foolish = drifts and draws.random() < 0.3 and not plan.features
+        starts.append(replace(start, older=older, looks=looks, rots=rots, drifts=drifts, foolish=foolish))
     if len({start.world for start in starts}) > 1 and draws.random() < 0.2 and not has("schedule"):
         starts[0] = replace(starts[0], world=4, size=1)
     rots = any(start.rots is not None for start in starts)
     return replace(plan, pipeline=pipeline, keep=keep, starts=tuple(starts), has_model=rots or draws.random() < 0.1)
+
+
+def _at_commits(draws: random.Random, start: StartPlan) -> tuple[Fault, ...]:
+    """Draw a death at a rename, or an error of a sync that is followed by a loss of power."""
+    rank, at = draws.randrange(start.world), draws.randint(1, 8)
+    if draws.random() < 0.5:
+        return (Fault(draws.choice(("kill", "power")), rank, at, "checkpoint", verb="rename"),)
+    error = Fault("error", rank, draws.randint(1, 30), "checkpoint", errno.EIO, verb="sync")
+    return (error, Fault("power", rank, draws.randint(40, 200)))
 
 
 def _shape(draws: random.Random, worlds: tuple[int, ...]) -> tuple[int, int]:

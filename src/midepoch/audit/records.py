@@ -351,7 +351,7 @@ class Passed:
         places = [place for place, record in enumerate(self.records) if record.kind == SAVED]
         stop = len(self.records) if save is None else places[save]
         kept = [record for record in self.records[:stop] if record.kind != OVER or steps >= self.steps]
-        return replace(_passed(self.header, kept, self.path, min(steps, self.steps)), reused=self.reused)
+        return replace(_passed(self.header, kept, self.path, min(max(steps, 0), self.steps)), reused=self.reused)
 
     def finds_the_end_of(self, before: Passed) -> bool:
         """Return True if the run continued with it after another pass of its epoch, and nothing was left."""
