@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
@@ -215,10 +216,13 @@ class Disk:
 
     def rot(self, folder: Path, share: float) -> bool:
         """Change a bit of the step that was saved last, if there are others. Returns False if there are not."""
-        steps = [path for path in folder.glob("step_*") if (path / "manifest.json").exists()]
-        if len(steps) < 2:
+        sequences = {}
+        for path in folder.glob("step_*/manifest.json"):
+            with suppress(ValueError):  # changed before
+                sequences[json.loads(path.read_bytes())["sequence"]] = path.parent
+        if len(sequences) < 2:
             return False
-        last = max(steps, key=lambda path: json.loads((path / "manifest.json").read_bytes())["sequence"])
+        last = sequences[max(sequences)]
         files = sorted(path for path in last.rglob("*") if path.is_file() and path.stat().st_size)
         place = int(share * sum(path.stat().st_size for path in files))
         for path in files:

@@ -40,3 +40,26 @@ def test_a_rank_without_a_batch_of_the_rest_is_in_the_same_pass(
     """Its second pass was compared with the first one of other ranks."""
     starts = (replace(TOGETHER, exit=Exit("preempt", steps)), replace(TOGETHER, world=3, size=3))
     assert simulator.run(replace(PLAN, pipeline=pipeline, starts=starts, epochs=2)).finding == ""
+
+
+@pytest.mark.parametrize("pipeline", ["rows", "filter", "pack"])
+def test_a_sample_that_is_the_last_batch_of_its_epoch_is_trained_on(pipeline: str, simulator: Simulator) -> None:
+    """With positions, ``set_epoch`` began the epoch again. With lanes, the ledger counted the batch twice."""
+    whole = simulator.run(replace(PLAN, pipeline=pipeline, starts=(replace(ONE_STEP, size=4, exit=None),)))
+    steps = {"rows": 6, "filter": 6, "pack": 4}[pipeline]
+    starts = (StartPlan(1, 4, every=1, exit=Exit("preempt", steps - 1)), StartPlan(1, 4, every=1, looks=True))
+    assert whole.finding == simulator.run(replace(PLAN, pipeline=pipeline, starts=starts)).finding == ""
+
+
+@pytest.mark.parametrize("features", [(), ("lease",), ("steps_per_epoch",)])
+@pytest.mark.parametrize("pipeline", ["rows", "filter"])
+def test_a_run_comes_back_to_a_branch_that_it_left(
+    pipeline: str, features: tuple[str, ...], simulator: Simulator
+) -> None:
+    """A start goes back to its first checkpoint and saves nothing: the next restores the latest of the first one."""
+    starts = (
+        StartPlan(1, 2, every=2, exit=Exit("preempt", 7)),
+        StartPlan(1, 3, every=50, older=0.0, exit=Exit("exit", 4)),
+        StartPlan(1, 2, every=4),
+    )
+    assert simulator.run(replace(PLAN, pipeline=pipeline, features=features, starts=starts)).finding == ""

@@ -235,7 +235,8 @@ class History:
         """Replace the history by that of the branch in which a loaded state was saved, if the run had left it."""
         now = self._branch(load)
         in_line = {one.key: one.kept_steps for one in self.kept} if not self._missing(load, claim) else {}
-        for branch in sorted(self._branches[::-1], key=lambda each: each.one.key not in in_line):
+        latest_first = list(reversed(self._branches))
+        for branch in sorted(latest_first, key=lambda each: each.one.key not in in_line):
             for saved in branch.one.saved_before(load):
                 self._restore(branch)
                 self._count(saved)

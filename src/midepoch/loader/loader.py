@@ -536,14 +536,14 @@ class Loader(Resumable):
     def _open_feed(self, cursor: Cursor, *, alone: bool = False, plan: StepPlan | None = None) -> Feed:
         return self._feeds.open(self.pipeline, cursor, alone=alone, plan=plan)
 
-    def _finish(self, end: Cursor, *, rolled: bool) -> None:
+    def _finish(self, end: Cursor, *, rolled: bool, looked: bool = False) -> None:
         """Move to the end of an epoch."""
         if self.pipeline.unit == "outputs":
             if outputs := counting.outputs_of(self.pipeline, end):
                 self._run = self._run._replace(spec=replace(self.pipeline, epoch_outputs=outputs))
             else:
                 _log.warning("epoch %d of %r is empty. Check that its filters keep some rows.", end.epoch, self)
-        self._run = runs.finish(self._run, end, rolled=rolled)
+        self._run = runs.finish(self._run, end, rolled=rolled, looked=looked)
 
     def _compare(self, start: Cursor, *, first: bool) -> None:
         """Compare this rank with the others: what it loads, and at the second batch of a pass also from where."""

@@ -272,7 +272,7 @@ class Pass(Resumable):
             if self._ledger is not None:
                 self._ledger.finish(feed.end)
             self.ended = True
-            loader._finish(feed.end, rolled=self._start.rolled)
+            loader._finish(feed.end, rolled=self._start.rolled, looked=self.delivered == 1)
         else:
             loader._run = states.leave(loader._run, self.start, self.delivered)
 

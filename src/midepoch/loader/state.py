@@ -100,8 +100,9 @@ def begin(state: RunState, *, over: bool, shuffled: bool) -> Start:
 def opened(state: RunState, cursor: Cursor) -> RunState:
     """Return the state when a pass begins at a cursor. Nothing is delivered yet."""
     kind = Kind.CHOSEN if state.kind is Kind.CHOSEN else Kind.LOADED if state.kind is Kind.LOADED else Kind.NEW
-    loaded = None if state.kind is Kind.LEFT else state.loaded
-    return RunState(state.spec, cursor, cursor, kind, loaded)
+    loaded = state.loaded
+    past = loaded is not None and state.kind is Kind.OVER and loaded.epoch != cursor.epoch
+    return RunState(state.spec, cursor, cursor, kind, None if past or state.kind is Kind.LEFT else loaded)
 
 
 def deliver(state: RunState, at: Delivered, start: Cursor) -> RunState:
@@ -118,8 +119,8 @@ def leave(state: RunState, start: Cursor, batches: int) -> RunState:
     return state._replace(kind=Kind.LEFT, loaded=None)
 
 
-def finish(state: RunState, end: Cursor, *, rolled: bool) -> RunState:
-    """Return the state at the end of an epoch.
+def finish(state: RunState, end: Cursor, *, rolled: bool, looked: bool = False) -> RunState:
+    """Return the state at the end of an epoch. ``looked``: by a look at a batch that was the last one.
 
     Until the next epoch is chosen or begun, the place is that after the last batch: choosing the finished epoch after a
     resume, as a loop that saves its own epoch number does, repeats nothing. An epoch that was rolled over to is
@@ -129,7 +130,7 @@ def finish(state: RunState, end: Cursor, *, rolled: bool) -> RunState:
         return RunState(state.spec, state.next, state.next, Kind.CHOSEN, state.loaded)
     next_ = end if rolled else end.next_epoch()
     at: Delivered = end if end.position else next_
-    return RunState(state.spec, at, next_, Kind.OVER, end if rolled else None)
+    return RunState(state.spec, at, next_, Kind.OVER, state.loaded if looked else end if rolled else None)
 
 
 def choose(state: RunState, epoch: int, *, batches: int) -> RunState:
