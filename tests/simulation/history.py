@@ -327,12 +327,13 @@ class Batches:
 
 
 class Leases:
-    """Leases, acknowledged up to four steps later. The weights have seen what is acknowledged."""
+    """Leases, acknowledged some steps later. The weights have seen what is acknowledged."""
 
     def __init__(self, history: History, loader: midepoch.Loader, rank: int) -> None:
         self._history, self._loader, self._rank = history, loader, rank
         self._items: Any = None
         self._out: list[tuple[Any, int, int]] = []
+        self._least = int(history.cluster.random.random() < 0.3)  # the first one is out for long
 
     def take(self, step: int) -> bool:
         epochs = self._history.cluster.agree(self._loader._next_cursor().epoch)
@@ -341,20 +342,21 @@ class Leases:
         if self._items is None:
             self._items = self._loader.lease().__enter__()
         waits = "steps_per_epoch" in self._history.plan.features  # for all leases at the end of an epoch of the data
-        while len(self._out) > (0 if waits else self._history.cluster.random.choice((0, 1, 2, 4))):
-            self._ack()
+        least = 0 if waits else self._least
+        while len(self._out) > (0 if waits else max(least, self._history.cluster.random.choice((0, 1, 2, 4)))):
+            self._ack(least)
         try:
             self._out.append((lease := next(self._items), step, self._loader._run.cursor.epoch))
             del lease
         except StopIteration:
             while self._out:
-                self._ack()
+                self._ack(0)
             return False
         return True
 
-    def _ack(self) -> None:
+    def _ack(self, least: int) -> None:
         draws = self._history.cluster.random  # later ones rather than those that have been out for long
-        lease, step, epoch = self._out.pop(max(draws.randrange(len(self._out)) for _ in range(2)))
+        lease, step, epoch = self._out.pop(max(draws.randrange(least, len(self._out)) for _ in range(2)))
         lease.ack() if self._history.cluster.random.random() < 0.8 else lease.reject()  # for the loader it is done
         self._history.log(self._rank, step, epoch, lease.batch)
 

@@ -147,12 +147,14 @@ def _with_habits(plan: Plan, draws: random.Random) -> Plan:
         (pipeline,), plan = DRAWN, replace(plan, epochs=2)
     if draws.random() < 0.3:
         keep = Keep(last=1, every=draws.choice((2, 3)))
+    torn = False
     for number, start in enumerate(plan.starts):
         older = draws.random() if draws.random() < 0.25 else None
         looks = draws.random() < 0.1 and not (has("lease") or has("steps_per_epoch"))
         rots = draws.random() if draws.random() < 0.1 and number and not plan.remote else None
         drifts = draws.random() < 0.2 and simple and start.world > 1 and number < len(plan.starts) - 1
-        if draws.random() < 0.15 and not plan.remote and number < len(plan.starts) - 1:
+        torn = draws.random() < (0.5 if torn else 0.15) and not plan.remote and number < len(plan.starts) - 1
+        if torn:
             start = replace(start, faults=_at_commits(draws, start))
         foolish = drifts and draws.random() < 0.3 and not plan.features
         starts.append(replace(start, older=older, looks=looks, rots=rots, drifts=drifts, foolish=foolish))
