@@ -792,5 +792,5 @@ def test_the_ledger_counts_what_is_excluded(name: str, open_ds: Callable[[], mid
     list(batches)
     run = read_run(tmp_path)
     proof = run.epochs[0]
-    assert run.exact and proof.complete and proof.excluded == count > 0
-    assert proof.once + proof.dropped + (proof.excluded if name not in IN_LANES else 0) == proof.rows
+    assert run.exact and proof.complete and proof.excluded + proof.excluded_outputs == count > 0
+    assert proof.once + proof.dropped + proof.excluded == proof.rows

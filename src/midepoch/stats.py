@@ -44,7 +44,7 @@ class Stats:
     blocks_there: int = 0
     """Number of those that were ready when requested: cached or prefetched."""
     transport: float = 0.0
-    """Seconds in which workers sent what they had made, summed over all of them."""
+    """CPU seconds of workers for sending what they had made, summed over all of them."""
     tokens: int | None = None
     """Approximate number of delivered tokens without padding, from a sample of batches. None if it is not known."""
     token_slots: int | None = None

@@ -277,7 +277,7 @@ def test_a_state_at_the_end_of_an_epoch_whose_rest_was_excluded(taken: int, tmp_
         next(loader)
         loader.close()
     run = read_run(tmp_path)
-    assert run.exact and run.epochs[0].complete and run.epochs[0].excluded, run.epochs
+    assert run.exact and run.epochs[0].complete and run.epochs[0].excluded_outputs, run.epochs
 
 
 def test_a_rank_with_nothing_left_waits_for_the_others() -> None:

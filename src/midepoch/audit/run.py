@@ -32,7 +32,7 @@ class EpochProof:
     - ``skipped``: rows skipped under ``on_error="skip"``, which count as delivered
     - ``again``: rows delivered by a start that crashed, and again after the resume
 
-    If positions cannot be computed, ``repeated``, ``never`` and ``excluded`` steps count outputs of the pipeline.
+    If positions cannot be computed, ``repeated`` and ``never`` count outputs of the pipeline.
     """
 
     epoch: int
@@ -50,7 +50,11 @@ class EpochProof:
     filtered: int = 0
     """Rows that were consumed without an output, as by a filter. They count as delivered once."""
     excluded: int = 0
-    """Rows that ``Loader.exclude`` left out. In lanes, of excluded steps: outputs, whose rows count."""
+    """Rows that ``Loader.exclude`` left out."""
+    excluded_outputs: int = 0
+    """Outputs of excluded steps, such as packed sequences, if positions cannot be computed. Their rows count as
+    delivered once.
+    """
     leases: LeaseCounts | None = None
     """Counts of leases, if there were some. Then rows count as delivered when they are acknowledged and, if positions
     cannot be computed, outputs are counted instead of rows.
@@ -358,7 +362,8 @@ class Run:
             pending=0 if over else left or total.begun,
             again=max(0, made - consumed),
             filtered=max(0, total.filtered - counted["skipped"] - excluded),
-            excluded=len(units.left_out) + excluded,
+            excluded=excluded,
+            excluded_outputs=len(units.left_out),
             **counted,
         )
 

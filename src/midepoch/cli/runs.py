@@ -25,6 +25,7 @@ _RARE = {
     "skipped": "skipped",
     "again": "again",
     "excluded": "excluded",
+    "excluded_outputs": "outputs excluded",
 }
 """Columns that are shown if one of their numbers is not 0."""
 _LEASES = {

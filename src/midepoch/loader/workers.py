@@ -7,7 +7,7 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
-from time import perf_counter
+from time import thread_time
 from typing import Any
 
 import pyarrow as pa
@@ -198,9 +198,9 @@ class _BundleWorker:
                 made = self._make(bundle)
                 batch = _compacted(made.batch) if self._link.is_process else made.batch
                 took = (time.perf_counter() - started, self._reports.take(), made.stop, made.skipped)
-                began = time.perf_counter()
+                began = time.thread_time()  # not the time in which the pipe is full
                 self._link.send((took, batch, None), slot)
-                self._timings.transport += time.perf_counter() - began
+                self._timings.transport += time.thread_time() - began
             except MainIsGone:
                 raise
             except BaseException as problem:
@@ -366,9 +366,9 @@ class _BatchWorker:
                         return
                 if (timings := self._reports.take()) is not None:
                     made = made._replace(timings=timings)
-                began = perf_counter()
+                began = thread_time()
                 self._link.send((run, made, None), self._slots[0])
-                maker.timings.transport += perf_counter() - began
+                maker.timings.transport += thread_time() - began
                 self._slots.popleft()
 
     def _listen(self) -> None:

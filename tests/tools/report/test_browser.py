@@ -173,7 +173,7 @@ def test_red_means_lost_or_repeated(browser: Any, address: str, labelled_files: 
     assert len(starts) == 2 and starts == colours(good, "#consumption-svg rect.piece")
     assert all(int(one[1:3], 16) < 240 or int(one[3:5], 16) > 100 for one in starts)  # none is a red
     assert good.count(".bad") == good.count("g.wrong") == 0
-    assert {"start 1", "start 2", "delivered, lost in a crash, and delivered again"} == set(
+    assert {"start 1", "start 2", "delivered, and again after a resume", "to come, or dropped"} == set(
         good.page.locator("#consumption .legend span").all_inner_texts()
     )
     good.close()
@@ -332,3 +332,44 @@ def test_a_packed_run_says_what_it_counts_and_fits_any_screen(browser: Any, tmp_
         rows = [tops.count(top) for tops in lefts for top in set(tops)]
         assert width == 390 or min(rows) > 1
         shown.close()
+
+
+def test_no_page_contradicts_itself_or_is_cut_off(browser: Any, labelled_files: str, tmp_path: Path) -> None:
+    """A packed mix with a schedule and exclusions, and a finished run of two ranks: alone and side by side."""
+    tokens = midepoch.from_dict({"input_ids": [list(range(1 + n % 50)) for n in range(300)]})
+    phases = [midepoch.Phase("only", {"a": 0.5, "b": 0.5}, steps=30, sequence_length=64, global_batch_size=4)]
+    mixed = midepoch.mix({"a": tokens, "b": tokens.take(40)}, midepoch.Schedule(phases), seed=1)
+    packed = mixed.pack(pad=0).loader(audit=tmp_path / "a-packed-mix-with-a-schedule", provenance=True)
+    next(packed)
+    packed.exclude(steps=range(3, 5))
+    list(packed)
+    ds = midepoch.from_files(labelled_files)
+    for rank in range(2):
+        ledger = Ledger(tmp_path / "rows", attempt="1")
+        list(ds.loader(7, rank=rank, world_size=2, last_batch="drop", audit=ledger))
+    runs = [tmp_path / "a-packed-mix-with-a-schedule", tmp_path / "rows"]
+    for name, folders in (("mix", runs[:1]), ("rows", runs[1:]), ("both", runs)):
+        contents = collect(folders)
+        for run in contents["runs"]:
+            (epoch,) = run["epochs"]
+            assert epoch["once"] + epoch["dropped"] + epoch["excluded"] == epoch["rows"] and epoch["dropped"]
+            # The figures of a run of more than a second, by processes that are gone.
+            of_all = [{**rank, "state": "stopped"} for rank in run["now"]["by_rank"]]
+            run["now"] |= {"rows_per_second": 8e5, "waited": 0.1, "state": "finished", "by_rank": of_all}
+        (tmp_path / f"{name}.html").write_text(render(contents))
+        for width in (1280, 390):
+            page = Page(browser, (tmp_path / f"{name}.html").as_uri(), width=width)
+            wide = "all => all.filter(e => e.scrollWidth > e.clientWidth).map(e => e.innerHTML)"
+            assert page.page.eval_on_selector_all(".scroll, html", wide) == []
+            assert "no row is lost or repeated" in page.text("#overview") and "every row" not in page.text("#overview")
+            assert "to come, or dropped" in page.text("#consumption .legend")
+            if name == "mix":
+                assert "does not call such rows repeated" in page.text("#sources") and "phase" in page.text("#sources")
+                assert "outputs excluded" in page.text("#epochs")
+            elif name == "rows":
+                assert "stopped" not in page.text("#ranks")
+            else:
+                assert "800,000 sequences" in page.text("#runs") and "rows or sequences per second" in page.text(
+                    "#runs"
+                )
+            page.close()

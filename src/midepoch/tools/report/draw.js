@@ -74,14 +74,14 @@ function legend(entries) {
 }
 function tiles(list) {
   const shown = list.filter(Boolean), most = Math.max(2, Math.floor(wide() / 150)), rows = Math.ceil(shown.length / most);
-  const columns = Math.ceil(shown.length / Math.max(1, rows));  // rows of about the same length: none has a single tile
-  return el("div", { class: "tiles", style: `grid-template-columns: repeat(${columns}, minmax(0, 1fr))` }, ...shown.map(([name, value, kind]) =>
-    el("div", { class: "tile" }, el("b", { class: kind || "" }, value), el("span", { class: "dim" }, name))));
+  const columns = Math.ceil(shown.length / Math.max(1, rows));  // rows of about the same length; a single tile fills its row
+  return el("div", { class: "tiles", style: `grid-template-columns: repeat(${columns}, minmax(0, 1fr))` }, ...shown.map(([name, value, kind], i) =>
+    el("div", { class: "tile", style: i === shown.length - 1 && i % columns === 0 ? "grid-column: 1 / -1" : "" }, el("b", { class: kind || "" }, value), el("span", { class: "dim" }, name))));
 }
 function table(id, head, rows, kind = "") {
   // A cell is a text, or [text, class], or an element.
   const cell = (name, value) => el(name, Array.isArray(value) ? { class: value[1] } : {}, Array.isArray(value) ? value[0] : value);
-  if (wide() < 500 && head.length > 6)  // a narrow screen: each row is a table of names and values
+  if (wide() < 500 && head.length > 5)  // a narrow screen: each row is a table of names and values
     return el("div", { id }, ...rows.map(row => el("table", { class: "card" }, ...row.map((value, i) => el("tr", {}, cell("th", head[i]), cell("td", value))))));
   return el("div", { class: "scroll" }, el("table", { id, class: kind }, el("tr", {}, ...head.map(text => cell("th", text))),
     ...rows.map(row => el("tr", {}, ...row.map(value => cell("td", value))))));

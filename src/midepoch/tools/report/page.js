@@ -26,12 +26,13 @@ function badge(now) {
 }
 
 function sideBySide() {
-  const head = ["run", ["state", "text"], "epoch", "progress", "rows/s", "tokens/s", "waiting", "steps", "lost", "repeated", "ranks", "workers", "batch"];
+  const units = [...new Set(found.runs.map(run => unitOf(run.now) + "s"))].sort(), one = units.length === 1;
+  const head = ["run", ["state", "text"], "epoch", "progress", one ? `${units[0]}/s` : "each second", "tokens/s", "waiting", "steps", "lost", "repeated", "ranks", "workers", "batch"];
   const sum = (run, key) => run.epochs.reduce((total, one) => total + one[key], 0);
   const rows = found.runs.map((run, k) => {
     const now = run.now, [shape, words, kind, when] = stateOf(now);
     return [el("button", { class: "link", onclick: () => { chosen.run = k; show(); } }, nameOf(run, k)), [`${shape} ${words}, ${when}`, `text ${kind}`], number(now.epoch), now.progress == null ? "" : percent(now.progress),
-      now.rows_per_second == null ? "" : figure(now.rows_per_second), now.tokens_per_second == null ? "" : figure(now.tokens_per_second), now.waited == null ? "" : percent(now.waited),
+      now.rows_per_second == null ? "" : figure(now.rows_per_second) + (one ? "" : ` ${unitOf(now)}s`), now.tokens_per_second == null ? "" : short(now.tokens_per_second), now.waited == null ? "" : percent(now.waited),
       number(run.steps), [number(sum(run, "never")), sum(run, "never") ? "bad" : ""], [number(sum(run, "repeated")), sum(run, "repeated") ? "bad" : ""], number(now.ranks), now.workers == null ? "" : number(now.workers), number(now.batch)];
   });
   const empty = head.map((_, i) => rows.every(row => row[i] === ""));
@@ -40,7 +41,7 @@ function sideBySide() {
     return { name: nameOf(run, k), colour: colour(k), dash: dash(k), points: all.flatMap(one => one.points.map(p => [p[0] - begin, p[1] * (one.rank < 0 ? 1 : one.ranks)])).sort((a, b) => a[0] - b[0]) };
   });
   return section("runs", "Side by side", table("side-by-side", head.filter((_, i) => !empty[i]), rows.map(row => row.filter((_, i) => !empty[i]))),
-    el("h3", {}, "rows per second, by the time since each began"),
+    el("h3", {}, `${units.join(" or ")} per second, by the time since each began`),
     chart("runs-svg", lines, { x: v => duration(v), y: short }), legend(lines.map((line, k) => [line.name, "line", k, line.dash])),
     note(found.runs.some(run => run.now.ranks > 1) ? "Of several ranks: the first, times their number." : null));
 }
@@ -101,18 +102,19 @@ function sources(run) {
     if (w > 7 * one.name.length + 12) node.append(label(at + 6, 18, one.name, "start", on(k)));
     at += w;
   });
-  const head = ["source", "share of the rows", weighted ? "weight" : null, "rows consumed", "rows of it", again ? "times iterated" : null];
+  const head = ["source", "share of the rows", weighted ? (now.phase == null ? "weight" : "weight in this phase") : null, "rows consumed", "rows of it", again ? "times iterated" : null];
   return el("div", { id: "sources" }, el("h3", {}, `Sources in epoch ${now.epoch}`), node, legend(now.sources.map((one, k) => [one.name, "box", k])),
     table("source-table", head.filter(Boolean), now.sources.map(one => [one.name, one.share == null ? "" : percent(one.share), weighted ? (one.weight == null ? "" : percent(one.weight)) : null,
       number(one.consumed), number(one.rows), again ? figure(one.consumed / one.rows) : null].filter(value => value != null))),
     run.weight_changes.length ? note(changed(run.weight_changes)) : null,
-    note(weighted ? "Weights are of what is mixed: if sources are packed or filtered before, their rows have other shares." : null));
+    note(weighted ? "Weights are of what is mixed: if sources are packed or filtered before, their rows have other shares." : null),
+    note(again ? "A mix draws from a source again as its weight requires. The proof does not call such rows repeated." : null));
 }
 function ranks(now) {
   const speeds = now.by_rank.some(one => one.rows_per_second != null);
   return el("div", { id: "ranks" }, el("h3", {}, "Ranks"), table("rank-table", ["rank", ["state", "text"], ...(speeds ? [`${unitOf(now)}s/s`, "waiting"] : []), "steps", ["last step", "text"], ["machine", "text"]],
     now.by_rank.map(one => {
-      const [shape, words, kind] = stateOf({ ...now, state: one.state }, one.last);
+      const [shape, words, kind] = stateOf({ ...now, state: one.state === "stopped" ? now.state : one.state }, one.last);
       return [number(one.rank), [`${shape} ${words}`, `text ${kind}`], ...(speeds ? [one.rows_per_second == null ? "" : figure(one.rows_per_second), one.waited == null ? "" : percent(one.waited)] : []),
         number(one.steps), [hour(one.last), "text"], [one.machine, "text"]];
     }), "wide"));
@@ -123,8 +125,9 @@ function overview(run) {
   const sum = key => proof.reduce((total, one) => total + one[key], 0);
   const over = run && proof.every(one => one.complete), alive = run && ["running", "quiet"].includes(run.now.state);
   const words = run && (!run.exact ? "✕ not exact" : over ? "✓ exact" : alive ? "exact so far" : "exact up to the last step");
+  const all = over && !["dropped", "excluded", "filtered", "skipped"].some(sum);
   return el("section", { id: "overview" }, run ? el("h2", {}, "Proof") : null, tiles([
-    run && [over ? "every row was delivered once" : "rows delivered once", words, !run.exact ? "bad" : over ? "good" : ""],
+    run && [all ? "every row was delivered once" : run.exact ? "no row is lost or repeated" : "rows were lost or repeated, or are not recorded", words, !run.exact ? "bad" : over ? "good" : ""],
     run && ["lost / repeated", number(sum("never")) + " / " + number(sum("repeated")), sum("never") + sum("repeated") ? "bad" : ""],
     run && ["step" + (run.steps === 1 ? "" : "s"), number(run.steps)], run && ["start" + (run.starts === 1 ? "" : "s"), number(run.starts)],
     run && run.world_sizes.length > 1 && ["ranks over time", run.world_sizes.join(" → ")],
@@ -136,10 +139,10 @@ function consumption(run) {
   const width = wide(), every = run.epochs.filter(ofEpoch), epochs = every.slice(-60), small = width < 500;
   const node = board("consumption-svg", width, 30 * epochs.length + 20), left = small ? 58 : 70, span = width - left - 10, starts = new Set();
   const ends = run.now.progress != null || epochs.every(one => one.complete);
-  let again = false, wrong = false;
+  let again = false, wrong = false, rest = false;
   epochs.forEach((one, k) => {
     const y = 30 * k, x = p => left + (one.rows ? p / one.rows : 0) * span;
-    node.append(label(0, y + 16, "epoch " + one.epoch), draw("rect", { x: left, y, width: span, height: 22, fill: "var(--soft)" }, `epoch ${one.epoch}: ${number(one.rows)} ${run.unit}`));
+    node.append(label(0, y + 16, "epoch " + one.epoch), draw("rect", { x: left, y, width: span, height: 22, fill: "var(--line)" }, `epoch ${one.epoch}: ${number(one.rows)} ${run.unit}`));
     for (const piece of one.pieces) {
       if (!ofStart(piece)) continue;
       starts.add(piece.start);
@@ -150,17 +153,18 @@ function consumption(run) {
         height: piece.again ? 6 : 17, fill: piece.again ? hatched(node, piece.start) : colour(piece.start), "fill-opacity": piece.again ? 1 : .3 + .6 * piece.share }, title));
       if (!piece.again && w > 50) node.append(label(x(piece.from) + 5, y + 13, `start ${piece.start + 1}`, "start", on(piece.start)));
     }
+    rest = rest || one.pending || one.dropped;
     for (const p of one.exact ? [] : one.examples) { wrong = true; node.append(cross(x(p), y + 11, `position ${number(p)}: lost or repeated`)); }
   });
   node.append(label(left, 30 * epochs.length + 12, "position 0"), label(width - 10, 30 * epochs.length + 12, ends ? "end of the epoch" : "last position so far", "end"));
-  const names = { rows: run.unit, never: "lost", pending: "to come", again: "delivered again", once: "delivered once" };
-  const keys = ["rows", "once", "never", "repeated", "pending", "filtered", "dropped", "skipped", "excluded", "again", "steps"].filter(key => !["filtered", "dropped", "skipped", "excluded", "again"].includes(key) || epochs.some(one => one[key]));
+  const names = { rows: run.unit, never: "lost", pending: "to come", again: "delivered again", once: "delivered once", excluded_outputs: "outputs excluded" };
+  const keys = ["rows", "once", "never", "repeated", "pending", "filtered", "dropped", "skipped", "excluded", "excluded_outputs", "again", "steps"].filter(key => !["filtered", "dropped", "skipped", "excluded", "excluded_outputs", "again"].includes(key) || epochs.some(one => one[key]));
   const leased = epochs.some(one => one.leases) ? Object.entries({ leased: "leased", acknowledged: "acknowledged", rejected: "of these rejected", out: "still out", returned: "returned" }) : [];
   const body = epochs.map(one => [String(one.epoch), ...keys.map(key => [number(one[key]), (key === "repeated" || key === "never") && one[key] ? "bad" : ""]),
     ...leased.map(([key]) => one.leases ? number(one.leases[key]) : ""),
     one.complete ? ["✓ complete", "good"] : one.exact ? "exact so far" : ["✕ not exact", "bad"]]);
   return section("consumption", `Consumed ${run.unit}`, node,
-    legend([...[...starts].sort((a, b) => a - b).slice(0, 12).map(k => [`start ${k + 1}`, "box", k]), ...(again ? [["delivered, lost in a crash, and delivered again", "hatch", 0]] : []), ...(wrong ? [["lost or repeated", "cross", 0]] : [])]),
+    legend([...[...starts].sort((a, b) => a - b).slice(0, 12).map(k => [`start ${k + 1}`, "box", k]), ...(again ? [["delivered, and again after a resume", "hatch", 0]] : []), ...(rest ? [["to come, or dropped", "box", "var(--line)"]] : []), ...(wrong ? [["lost or repeated", "cross", 0]] : [])]),
     note((every.length > epochs.length ? `The last ${epochs.length} of ${number(every.length)} epochs. ` : "") + "Each bar is an epoch, from its first position to its last."),
     table("epochs", ["epoch", ...keys.map(key => names[key] || key), ...leased.map(([, title]) => title), ""], body));
 }
