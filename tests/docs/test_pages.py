@@ -236,6 +236,12 @@ def test_the_documentation_stays_small_enough_to_be_read() -> None:
     assert sum(len(re.findall(r"\S*\w\S*", path.read_text())) for path in pages) <= 35_000
 
 
+def test_code_fits_into_a_window_of_1280_pixels() -> None:
+    for path in own_pages():
+        shown = [line for block in blocks_of(path) if block.language != "prepare" for line in block.text.splitlines()]
+        assert [line for line in shown if len(line) > 120] == [], path.name
+
+
 def test_the_index_for_assistants_lists_every_page_once() -> None:
     listed = re.findall(r"\]\(([\w-]+\.md)\)", (ROOT / "docs/llms.txt").read_text())
     assert sorted(listed) == sorted(path.name for path in own_pages() if path.name != "index.md")

@@ -157,7 +157,7 @@ function consumption(run) {
     for (const p of one.exact ? [] : one.examples) { wrong = true; node.append(cross(x(p), y + 11, `position ${number(p)}: lost or repeated`)); }
   });
   node.append(label(left, 30 * epochs.length + 12, "position 0"), label(width - 10, 30 * epochs.length + 12, ends ? "end of the epoch" : "last position so far", "end"));
-  const names = { rows: run.unit, never: "lost", pending: "to come", again: "delivered again", once: "delivered once", excluded_outputs: "outputs excluded" };
+  const names = { rows: run.unit, never: "lost", pending: "to come", again: "delivered again", once: epochs.some(one => one.filtered || one.skipped) ? "consumed once" : "delivered once", excluded_outputs: "outputs excluded" };
   const keys = ["rows", "once", "never", "repeated", "pending", "filtered", "dropped", "skipped", "excluded", "excluded_outputs", "again", "steps"].filter(key => !["filtered", "dropped", "skipped", "excluded", "excluded_outputs", "again"].includes(key) || epochs.some(one => one[key]));
   const leased = epochs.some(one => one.leases) ? Object.entries({ leased: "leased", acknowledged: "acknowledged", rejected: "of these rejected", out: "still out", returned: "returned" }) : [];
   const body = epochs.map(one => [String(one.epoch), ...keys.map(key => [number(one[key]), (key === "repeated" || key === "never") && one[key] ? "bad" : ""]),
