@@ -23,6 +23,7 @@ from midepoch.errors import CheckpointMismatchError, ColumnError
 from midepoch.testing import same
 from midepoch.tools.describe import describe
 from midepoch.tools.plan import plan_resume
+from midepoch.tools.report import collect
 
 ROWS = 60
 KINDS = ["rare" if i % 20 == 0 else "some" if i % 4 == 0 else "many" for i in range(ROWS)]
@@ -317,3 +318,13 @@ def test_the_report_of_a_weighted_run(ds: midepoch.Dataset, tmp_path: Path) -> N
     page = tmp_path / "page.html"
     done = CliRunner().invoke(app, ["report", str(tmp_path / "run"), "--output", str(page)])
     assert done.exit_code == 0 and page.stat().st_size, done.output
+
+
+def test_a_random_split_is_shuffled_as_well_as_all_rows(tmp_path: Path) -> None:
+    """It cuts blocks into runs of a few rows. Windows of as many runs as there are blocks are too small."""
+    for part in range(5):
+        pq.write_table(pa.table({"id": range(4000)}), tmp_path / f"{part}.parquet", row_group_size=500)
+    train = midepoch.from_files(tmp_path).train_test_split(test_size=0.1, seed=1)["train"]
+    for ds in (train, train.select(list(reversed(range(9000))))):
+        found = collect(dataset=ds.shuffle(seed=2), batch_size=64)["shuffle"]
+        assert found["mine"]["imbalance"]["mean"] < 1.2 * found["true"]["imbalance"]["mean"]

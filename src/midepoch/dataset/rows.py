@@ -165,7 +165,11 @@ def shuffle(self: D, seed: int | None = None, scope: str | None = None, window: 
     defaults = frozenset(name for name, value in (("scope", scope), ("window", window)) if value is None)
     scope = scope or self._default_scope or ("window" if leaf.source.fetched else "rows")
     aligned = leaf.source.fetched and scope == "window"
-    window = leaf.source.window_in_cache if window is None else window
+    if window is None:
+        window = leaf.source.window_in_cache
+        if scope == "window":  # a random split cuts blocks into many runs: a window has the rows of as many blocks
+            blocks = leaf.source.layout.block_starts
+            window = max(window, window * (len(leaf.order.selection.boundaries(blocks)) - 1) // max(1, len(blocks) - 1))
     order = replace(leaf.order, shuffle=Shuffle(chosen, scope, window, aligned))
     return with_leaf(self, replace(leaf, order=order, seed_drawn=drawn, seed_agreed=agreed, defaults=defaults))
 
