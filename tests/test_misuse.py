@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import operator
 import re
+import tarfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+import pyarrow.parquet as pq
 import pytest
 import torch
 from tokenizers import Tokenizer, models
@@ -362,13 +364,36 @@ INTERNAL = re.compile(
 )
 
 
+SILENT: Wrong = [
+    (lambda ds: setattr(ds, "seed", 3), r"seed = ….*ds = ds.shuffle\(seed=…\)"),
+    (lambda ds: setattr(ds, "num_rows", 3), "num_rows = ….*ds = ds"),
+    (lambda ds: setattr(ds, "colum_names", 3), "colum_names = ….*ds = ds"),
+    (lambda ds: setattr(ds.loader(4), "batch_size", 8), "batch_size = ….*Create it with the value"),
+    (lambda ds: setattr(ds.loader(4), "num_worker", 8), "num_worker = ….*Create it with the value"),
+    (lambda ds: setattr(ds.loader(4), "seed", 8), r"seed = ….*ds.shuffle\(seed=…\).loader"),
+    (lambda ds: ds.loader(4, length="id"), "length.*add max_tokens or layout"),
+    (lambda ds: next(iter(ds.train_test_split(0.1))).loader(4), r"'train'.*name of a split.*\['train'\]"),
+    (lambda ds: list(ds.train_test_split(0.5))[1].map(len), r"'test'.*name of a split"),
+    (lambda ds: midepoch.mix({"a": 1, "b": 2}, {"a": ds, "b": ds}), r"before the sources.*mix\(sources, weights\)"),
+    (lambda ds: midepoch.mix([0.5, 0.5], [ds, ds]), r"before the sources.*mix\(sources, weights\)"),
+    (
+        lambda ds: midepoch.mix(midepoch.Schedule([midepoch.Phase("a", {"a": 1}, rows=3)]), {"a": ds}),
+        "before the sources",
+    ),
+    (lambda ds: list(ds.map(lambda one: {"n": one["text"].upper()}, batched=True)), "'list'.*omit batched=True"),
+    (lambda ds: list(ds.filter(lambda one: one["id"] > 3, batched=True)), "'list'.*omit batched=True"),
+    (lambda ds: list(ds.map(lambda one: {"n": len(one["id"])})), r"no len\(\).*pass batched=True"),
+]
+"""Mistakes that could be accepted without a word, or fail far from their cause."""
+
+
 @pytest.fixture(scope="module")
 def ds(tmp_path_factory: pytest.TempPathFactory) -> midepoch.Dataset:
     table = pa.table({"id": range(20), "text": [f"t {i}" for i in range(20)]})
     return dataset_of(tmp_path_factory.mktemp("misuse"), table, 7)
 
 
-@pytest.mark.parametrize("wrong", [HF, TORCH, PACK, OPEN], ids=["hf", "torch", "pack", "open"])
+@pytest.mark.parametrize("wrong", [HF, TORCH, PACK, OPEN, SILENT], ids=["hf", "torch", "pack", "open", "silent"])
 def test_every_message_names_the_problem_and_the_way_out(wrong: Wrong, ds: midepoch.Dataset) -> None:
     unhelpful = []
     for number, (call, says) in enumerate(wrong):
@@ -385,6 +410,65 @@ def test_every_message_names_the_problem_and_the_way_out(wrong: Wrong, ds: midep
 
 def test_the_list_is_long_enough() -> None:
     assert sum(map(len, (HF, TORCH, PACK, OPEN))) >= 150
+
+
+def test_names_of_others_can_be_set(ds: midepoch.Dataset) -> None:
+    """Frameworks mark datasets and loaders, and tests replace methods."""
+    loader = ds.loader(4)
+    for one in (ds.take(3), loader):
+        one.marked_by_a_framework = 3
+        one._private, one.state_dict = 3, dict
+        assert one.marked_by_a_framework == one._private == 3 and one.state_dict() == {}
+
+
+@pytest.mark.parametrize(("batched", "kind"), [(False, "batch"), (True, "row")])
+def test_a_function_whose_argument_has_the_name_of_another_one(
+    batched: bool, kind: str, ds: midepoch.Dataset, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It often runs without an error: a string is a list of its characters."""
+    functions: dict[str, Any] = {"batch": lambda batch: {"n": batch["text"]}, "row": lambda row: {"n": row["text"]}}
+    ds.map(functions[kind], batched=batched)
+    assert f"its argument {kind!r} gets" in caplog.text and "batched=True" in caplog.text
+    caplog.clear()
+    ds.map(functions[kind], batched=not batched)
+    ds.batch(4).map(functions["batch"])  # its rows are batches
+    ds.map(functions[kind], batched=batched, input_columns="text")
+    assert caplog.text == ""
+    with pytest.raises(midepoch.MapError, match="not iterable.*pass batched=True"):
+        list(ds.filter(lambda one: [n > 3 for n in one["id"]]))
+
+
+def test_paths_in_one_string_and_tables_in_an_archive(tmp_path: Path) -> None:
+    for name in "ab":
+        pq.write_table(pa.table({"id": [1, 2]}), tmp_path / f"{name}.parquet")
+    with pytest.raises(midepoch.DataNotFoundError, match=r"does not exist.*Pass the 2 paths as a list: \['.*'\]"):
+        midepoch.from_files(f"{tmp_path}/a.parquet, {tmp_path}/b.parquet")
+    with pytest.raises(midepoch.DataNotFoundError, match="The folder .* exists"):
+        midepoch.from_files(f"{tmp_path}/a.parquet,{tmp_path}/nothing.parquet")
+    with tarfile.open(tmp_path / "all.tar.gz", "w:gz") as archive:
+        archive.add(tmp_path / "a.parquet", "a.parquet")
+    with pytest.raises(midepoch.FormatError, match=r"file of rows.*Unpack.*from_files\('FOLDER/\*.parquet'\)"):
+        midepoch.from_files(tmp_path / "all.tar.gz")
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_checkpoints_and_caches_inside_of_the_data_are_not_data(kind: str, tmp_path: Path) -> None:
+    for name in "ab":
+        if kind == "jsonl":
+            (tmp_path / f"{name}.jsonl").write_text('{"id": 1}\n{"id": 2}\n')
+        else:
+            pq.write_table(pa.table({"id": [1, 2]}), tmp_path / f"{name}.parquet")
+    ds = midepoch.from_files(tmp_path)
+    loader = ds.loader(2, audit=tmp_path / "run")
+    next(loader)
+    midepoch.PipelineCheckpoint(tmp_path / "checkpoints").save(loader, step=7)
+    ds.map(lambda row: {"n": row["id"]}).cache(tmp_path)
+    for again in (midepoch.from_files(tmp_path), midepoch.from_files(f"{tmp_path}/**/*{kind[:4]}*")):
+        assert again.column_names == ["id"] and len(again) == 4
+        resumed = again.loader(2)
+        assert midepoch.PipelineCheckpoint(tmp_path / "checkpoints").restore_latest(resumed) == 7
+    (state,) = (tmp_path / "checkpoints").glob("step_7/data.json")
+    assert len(midepoch.from_files(state)) == 1  # by its name
 
 
 def test_errors_inside_of_functions_are_not_explained_away(tmp_path: Path) -> None:

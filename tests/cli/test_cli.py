@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from commands import call, of_json
+from commands import call, of_json, refused
 
 import midepoch
 from data import write_parquet
@@ -166,3 +166,18 @@ def test_the_command_is_installed() -> None:
         [str(Path(sys.executable).parent / "midepoch"), "--help"], capture_output=True, text=True, timeout=60
     )
     assert done.returncode == 0 and "audit" in done.stdout and "plan" in done.stdout
+
+
+def test_version_and_help_as_commands() -> None:
+    assert call("version").output == call("--version").output
+    assert call("help").output == call("--help").output
+    assert call("help", "audit").output == call("audit", "--help").output != call("help").output
+
+
+def test_a_ledger_that_is_empty_or_damaged_names_the_way_out(run: Path, tmp_path: Path) -> None:
+    ledger = tmp_path / "damaged" / next(run.rglob("*.ledger")).name
+    ledger.parent.mkdir()
+    ledger.write_bytes(b"")
+    assert "has no step yet. Pass a run that has trained a batch" in refused("audit", ledger.parent)
+    ledger.write_bytes(b"nothing of ours")
+    assert "is not a ledger of midepoch. Move it out of the folder" in refused("audit", ledger.parent)

@@ -105,6 +105,20 @@ def no_attribute(owner: str, name: str, names: Iterable[str], hints: Hints) -> A
     return _attribute_error(f"{owner} has no attribute {name!r}.{' ' if hint else ''}{hint}", name)
 
 
+def setter(owner: str, hints: Hints, remedy: str) -> Callable[[Any, str, Any], None]:
+    """Return a ``__setattr__`` that refuses public names which would change nothing. Names of others are accepted."""
+
+    def set_attribute(self: Any, name: str, value: Any) -> None:
+        if not name.startswith("_"):
+            known = inspect.getattr_static(type(self), name, None)
+            fixed = known.fset is None if isinstance(known, property) else name in hints
+            if fixed or (known is None and nearest(name, dir(type(self)), "{}")):
+                raise AttributeError(f"{owner} does not change by {name} = …. {remedy}")
+        object.__setattr__(self, name, value)
+
+    return set_attribute
+
+
 def _attribute_error(text: str, name: str) -> AttributeError:
     """Return the error. Without an object, Python adds no suggestion of its own to a traceback."""
     return AttributeError(text, name=name, obj=None)

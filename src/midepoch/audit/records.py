@@ -372,7 +372,7 @@ def read_passes(path: Path) -> list[Passed]:
     data, found = path.read_bytes(), []
     records = list(takewhile(lambda record: record.is_intact, records_in(data)))
     if data[:1].strip(b"\0") and not HEADER.startswith(data[:4]):
-        raise StateError(f"{path} is not a ledger of midepoch.")
+        raise StateError(f"{path} is not a ledger of midepoch. Move it out of the folder, or pass that of another run.")
     firsts = [place for place, record in enumerate(records) if record.kind == HEADER]
     try:
         for first, stop in pairwise([*firsts, len(records)]):

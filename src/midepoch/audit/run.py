@@ -502,5 +502,5 @@ def read_runs(folder: str | Path) -> list[Run]:
     generations = read_generations(where)
     names = dict.fromkeys(one.shape.stream for one in generations if not one.is_load)
     if not names:
-        raise DataNotFoundError(f"the ledger in {where} has no step yet.")
+        raise DataNotFoundError(f"the ledger in {where} has no step yet. Pass a run that has trained a batch.")
     return [Run(where, generations, name) for name in names]

@@ -40,6 +40,11 @@ class _Commands(TyperGroup):  # type: ignore[misc]
                 entries = [self.commands[function.__name__] for function in functions]
                 formatter.write_dl([(one.name, one.help.partition("\n")[0]) for one in entries], col_spacing=2)
 
+    def parse_args(self, context: Any, arguments: list[str]) -> Any:
+        if arguments[:1] in (["version"], ["help"]):  # as commands of other programs
+            arguments = [*arguments[1:2], f"--{arguments[0]}"]
+        return super().parse_args(context, arguments)
+
     def invoke(self, context: Any) -> Any:
         try:
             return super().invoke(context)

@@ -48,6 +48,9 @@ def mix(
 
     mixed = midepoch.mix([web.shuffle(seed=1), code.shuffle(seed=2)], weights=[0.7, 0.3], seed=3, stop="all")
     """
+    given = weights.values() if isinstance(weights, Mapping) else weights if isinstance(weights, (list, tuple)) else ()
+    if isinstance(sources, Schedule) or any(isinstance(each, Dataset) for each in given):
+        raise TypeError("mix got the weights before the sources. Swap them: mix(sources, weights).")
     names: tuple[str, ...] = ()
     if isinstance(sources, Mapping):
         names, sources = tuple(map(str, sources)), list(sources.values())

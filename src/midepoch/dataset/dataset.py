@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
 from midepoch._internal import html
-from midepoch._internal.hints import Elsewhere, hinted_methods, instead, no_attribute
+from midepoch._internal.hints import Elsewhere, hinted_methods, instead, no_attribute, setter
 from midepoch._internal.resumable import Resumable
 from midepoch._internal.values import integer
 from midepoch.dataset import habits, reading, rows, steps
@@ -85,6 +85,8 @@ class Dataset(Resumable):
             if "_iteration" in self.__dict__ and name in (self._columns or ()):
                 hints = {name: f"It is a column: use ds[{name!r}]."}
             raise no_attribute("a Dataset", name, dir(self), hints)
+
+        __setattr__ = setter("a Dataset", habits.ATTRIBUTES, "Use a method: ds = ds.shuffle(seed=…), ds.loader(…).")
 
         def __setitem__(self, key: object, value: object) -> None:
             raise TypeError(f"a Dataset does not change in place. Use ds = ds.map(lambda row: {{{key!r}: …}}).")

@@ -100,7 +100,7 @@ def train_test_split(
             raise ValueError("train_test_split: stratify_by_column draws rows at random. Omit shuffle=False.")
         drawn = Bijection(len(chosen), derive(check_seed(0 if seed is None else seed), 0, "split"))
         parts = stratified(drawn, strata(self, stratify_by_column, "train_test_split"), train, test)
-        return {name: with_selection(self, chosen.select(rows)) for name, rows in parts.items()}
+        return {SplitName(name): with_selection(self, chosen.select(rows)) for name, rows in parts.items()}
     if not shuffle:
         first, last = chosen.slice(0, train), chosen.slice(train, train + test)
     else:
@@ -110,7 +110,16 @@ def train_test_split(
         if train + test < len(chosen):
             others = drawn(np.arange(test + train, len(chosen), dtype=np.int64))
             first = chosen.without(np.sort(np.concatenate([rows, others])))
-    return {"train": with_selection(self, first), "test": with_selection(self, last)}
+    return {SplitName("train"): with_selection(self, first), SplitName("test"): with_selection(self, last)}
+
+
+class SplitName(str):
+    """Name of a split. ``train, test = ds.train_test_split()`` gives names: the first use of one shows the way out."""
+
+    __slots__ = ()
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"{self!r} is the name of a split. Use its dataset: ds.train_test_split(…)[{self!r}].")
 
 
 def selection_of(self: D, what: str) -> Selection:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     from midepoch.dataset.dataset import Dataset
 
 D = TypeVar("D", bound="Dataset")
+_log = logging.getLogger("midepoch")
 
 
 def names_of(names: str | Sequence[str]) -> tuple[str, ...]:
@@ -418,6 +420,12 @@ def function_arguments(
         raise TypeError(f"{kind} calls a function and uses its result, but {_name(function)} is async. Use def.")
     if kind == "filter" and inspect.isgeneratorfunction(called):
         raise TypeError(f"filter needs True or False, but {_name(function)} is a generator function. Use return.")
+    if input_columns is None and (code := getattr(called, "__code__", None)) is not None:
+        first = next((name for name in code.co_varnames[: code.co_argcount] if name != "self"), "")
+        of_batches = any(isinstance(stage, Rebatch) for stage in self.pipeline.node.stages)
+        if first in (("row", "example") if batched else ("batch", "examples") if not of_batches else ()):
+            gets = "lists. For one row, omit" if batched else "one row. For lists, pass"
+            _log.warning("%s(%s): its argument %r gets %s batched=True.", kind, _name(function), first, gets)
     if batch_size is None or batch_size == -1:
         raise ValueError(
             f"{kind}(batch_size={batch_size}): groups have a fixed size, so that a resume makes the same ones. For "

@@ -116,6 +116,8 @@ class Batching:
             for name, value in (("bucket_window", self.window), ("balance", self.balance)):
                 if value is not None:
                     raise ValueError(f"{name} is for batches by tokens: add max_tokens, or omit it.")
+            if self.length is not None and self.layout is None and context is None:
+                raise ValueError("length is for batches by tokens and layouts: add max_tokens or layout, or omit it.")
         if collated and (self.layout is not None or (self.pad_values is not None and context is None)):
             raise ValueError("layout and pad_values arrange the batch themselves. Omit them, or collate_fn.")
 

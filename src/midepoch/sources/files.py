@@ -208,7 +208,10 @@ def _expanded(lookups: Lookups, path: str, given: str, wanted: str | None) -> Ex
     if not found and not lookups.is_folder(path):
         entry = None if named else lookups.stat(path)
         if entry is None:
-            raise DataNotFoundError(f"{name!r} does not exist{where}. {nearest(store, path)}")
+            parts = [part.strip() for part in given.split(",")]
+            several = store.local and len(parts) > 1 and all(map(os.path.exists, parts))
+            remedy = f"Pass the {len(parts)} paths as a list: {parts}." if several else nearest(store, path)
+            raise DataNotFoundError(f"{name!r} does not exist{where}. {remedy}")
         return Expanded("", [entry])
     lookups.refuse_part(path.rstrip("/"))
     refuse_tables(store, path, [each.path for each in found])

@@ -283,13 +283,21 @@ def walked(folder: str, visited: list[str]) -> tuple[list[str], list[int], list[
     return paths, sizes, times
 
 
+_OWN = re.compile(r"/(?:step_\d+/(?=manifest)|[0-9a-f]{32}/(?=complete))(manifest|complete)\.json$")
+"""Files that only folders of checkpoints and of ``cache()`` have."""
+
+
 def all_visible(found: list[Entry], root: str) -> list[Entry]:
-    """Return the files that are not hidden, not markers (``_SUCCESS``, ``.crc``) and not in hidden folders.
+    """Return the files that are not hidden, not markers (``_SUCCESS``, ``.crc``), not in hidden folders, and not in
+    checkpoints or caches of midepoch.
 
     Usually these are all files, and one search confirms it.
     """
     start = len(root)
     names = "\n".join(["/" + entry[0][start:] for entry in found]) + "\n"
+    if "/manifest.json\n" in names or "/complete.json\n" in names:
+        own = tuple(entry[0][: match.start(1)] for entry in found if (match := _OWN.search(entry[0], start)))
+        found = [entry for entry in found if not entry[0].startswith(own)]
     if not any(sign in names for sign in ("/.", "/_", ".crc\n")):
         return found
     return [entry for entry in found if _is_visible(entry.path[start:])]

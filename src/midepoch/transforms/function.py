@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, TypeVar
@@ -195,11 +196,18 @@ class Function:
         """
         which = f"row {rows[0]}" if len(rows) == 1 else f"rows {rows[0]} … {rows[-1]} (a group of {len(rows)})"
         what = f"{self.call} failed on {which} of the dataset ({run.place(rows[0])})"
-        failed(what, self.on_error, problem, run, len(rows), _remedy(problem, given))
+        failed(what, self.on_error, problem, run, len(rows), _remedy(problem, given, self.batched))
 
 
-def _remedy(problem: Exception, row: Any) -> str:
-    """Return what to do about common mistakes in functions of a row."""
+_NOT_LIST = re.compile("not (iterable|subscriptable)|no len")
+
+
+def _remedy(problem: Exception, row: Any, batched: bool) -> str:
+    """Return what to do about common mistakes in functions of a row, or of a batch."""
+    if batched and isinstance(problem, (TypeError, AttributeError)) and "'list'" in str(problem):
+        return ". It is called with a list of each column: omit batched=True for a function of one row."
+    if isinstance(problem, TypeError) and not batched and _NOT_LIST.search(str(problem)):
+        return ". It is called with one row: pass batched=True for a function of lists."
     if isinstance(problem, KeyError) and isinstance(row, Mapping) and problem.args and problem.args[0] not in row:
         return f". The row has: {', '.join(map(str, row))}."
     if isinstance(problem, TypeError) and "missing 1 required positional argument" in str(problem):

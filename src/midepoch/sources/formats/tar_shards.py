@@ -38,6 +38,7 @@ _SPLIT = re.compile(rb"((?:.*/)?[^.]+)\.([^/]*)").fullmatch
 _META = re.compile(rb"__[^/]*__(?:$|/)").match
 _RESERVED = (KEY, "__url__")
 _BAD = "__bad__"
+_TABLES = ("parquet", "arrow", "feather", "orc")
 _MOST_COLUMNS = 1_000
 _NAMED_SAMPLES = 10
 _NAMES = b"names"
@@ -91,6 +92,9 @@ class TarShard:
 
     def _new_extension(self, name: bytes, extension: bytes) -> int:
         text = extension.decode(errors="backslashreplace").lower()
+        if not self._extensions and text in _TABLES:
+            remedy = f"Unpack the archive, and open its files: from_files('FOLDER/*.{text}')."
+            raise FormatError(f"{self._name}: {_shown(name)} is a file of rows, not a part of a sample. {remedy}")
         number = -1 if text in _RESERVED else self._numbers.setdefault(text, len(self._numbers))
         if number > _MOST_COLUMNS:
             raise FormatError(
