@@ -143,7 +143,7 @@ def test_inspect_and_verify_checkpoints(files: list[Path], tmp_path: Path) -> No
     assert of_json("inspect", tmp_path / "checkpoints")["position"] == 30
     assert of_json("inspect", tmp_path / "checkpoints", "--step", 1)["position"] == 10
     found = call("verify", tmp_path / "checkpoints")
-    assert found.exit_code == 0 and found.output.count("whole") == 3
+    assert found.exit_code == 0 and found.output.count("complete") == 3
     (damaged,) = (tmp_path / "checkpoints").glob("*3/data*.json")
     damaged.write_text(damaged.read_text().replace("3", "4"))
     found = call("verify", tmp_path / "checkpoints", "--json")

@@ -79,7 +79,7 @@ def test_folder_of_a_run(ds: midepoch.Dataset, tmp_path: Path) -> None:
     next(loader)
     PipelineCheckpoint(tmp_path / "run" / "checkpoints").save(loader, step=1)
     assert inspected(tmp_path / "run")["position"] == inspected(tmp_path / "run" / "checkpoints")["position"] == 4
-    assert "whole" in call("verify", tmp_path / "run").output
+    assert "complete" in call("verify", tmp_path / "run").output
 
 
 def test_folder_of_accelerate(ds: midepoch.Dataset, tmp_path: Path) -> None:

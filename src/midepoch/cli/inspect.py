@@ -181,7 +181,7 @@ def verify(
                 "ranks": each.world_size or "?",
                 "parts": ", ".join(each.parts),
                 "size": "?" if each.bytes is None else common.bytes_text(each.bytes),
-                "": ("whole", "green") if each.problem is None else (each.problem, "red"),
+                "": ("complete", "green") if each.problem is None else (each.problem, "red"),
             }
             for each in checked
         )

@@ -88,7 +88,7 @@ def table() -> str:
             cells.append("✓" if reason is None else f"[{'abcdefgh'[reasons.index(reason)]}](#no-meaning)")
         cells += [""] * (len(names) - 1 - len(cells))
         lines.append(f"| {row} {name} | " + " | ".join(cells) + " |")
-    notes = [f"- **{'abcdefgh'[number]}**: {reason[0].upper()}{reason[1:]}" for number, reason in enumerate(reasons)]
+    notes = [f"- **{'abcdefgh'[number]}**: {reason}" for number, reason in enumerate(reasons)]
     return "\n".join([*lines, "", "## No meaning", "", *notes])
 
 
