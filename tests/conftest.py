@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import os
 import sys
@@ -45,6 +46,19 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
 LONGEST = ("test_ray.py", "test_chaos.py", "test_frameworks.py", "test_torchrun.py", "test_ranks.py", "test_crash.py")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """A million objects of modules and tests stay: a collection that visits them takes 0.4 s, and 0.6 s in a fork,
+    which copies their pages."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.collect()
+        gc.freeze()
+        gc.enable()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -7,6 +7,7 @@ import json
 import random
 import signal
 from collections import Counter
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,8 @@ import midepoch
 from forks import Forks
 from midepoch.audit import read_run
 
-pytest.importorskip("trl", reason="midepoch[trl] is not installed")
+# Not imported: its import lists the files of all distributions, 1 s in every test process.
+pytestmark = pytest.mark.skipif(not find_spec("trl"), reason="midepoch[trl] is not installed")
 
 JOB = Path(__file__).with_name("trl_job.py")
 EXAMPLES = Path(__file__).parents[2] / "examples"
