@@ -7,7 +7,6 @@ import json
 import os
 import re
 import subprocess
-import sys
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -117,7 +116,7 @@ def is_table(line: str) -> bool:
 
 
 @pytest.mark.parametrize("columns", [60, 80, 120])
-def test_no_table_of_any_command_is_broken(columns: int, packed: Path, run: Path) -> None:
+def test_no_table_of_any_command_is_broken(columns: int, packed: Path, run: Path, python: str) -> None:
     """All lines of a table have one length, and nothing but a word of its own is wider than the terminal."""
     data, saved, wide = packed / "chats.parquet", packed / "packed", next(run.glob("a folder*/rows.parquet"))
     commands = {
@@ -143,7 +142,7 @@ def test_no_table_of_any_command_is_broken(columns: int, packed: Path, run: Path
         "help": ["--help"],
         **{f"{one.__name__} --help": [one.__name__, "--help"] for panel in COMMANDS.values() for one in panel},
     }
-    for name, text in told_in_a_pipe(commands, columns).items():
+    for name, text in told_in_a_pipe(python, commands, columns).items():
         lines = text.splitlines()
         wide_lines = [line for line in lines if len(line) > columns and (is_table(line) or " " in line.strip())]
         assert not wide_lines, (name, wide_lines)
@@ -161,15 +160,15 @@ def test_the_progress_of_the_demo_is_whole(columns: int) -> None:
     assert len(line.rstrip()) <= columns and "…" not in line and re.search(r"workers ━+ 1500/1500 0:00:00", line)
 
 
-def told_in_a_pipe(commands: dict[str, list[Any]], columns: int) -> dict[str, str]:
-    """Run commands in a process of their own: the width is found when it starts."""
+def told_in_a_pipe(python: str, commands: dict[str, list[Any]], columns: int) -> dict[str, str]:
+    """Run commands in a process of their own, whose output is a pipe."""
     script = "import sys, json\nfrom midepoch.cli.app import app\nfor name, line in json.loads(sys.argv[1]).items():\n"
     script += (
         "    print('>>>', name, flush=True)\n    try: app(line)\n    except SystemExit as end: print('<<<', end.code)\n"
     )
     lines = {name: [str(part) for part in line] for name, line in commands.items()}
     done = subprocess.run(
-        [sys.executable, "-c", script, json.dumps(lines)],
+        [python, "-c", script, json.dumps(lines)],
         capture_output=True,
         text=True,
         check=False,
@@ -184,10 +183,11 @@ def told_in_a_pipe(commands: dict[str, list[Any]], columns: int) -> dict[str, st
 
 
 @pytest.mark.parametrize("columns", [40, 80])
-def test_every_command_shows_all_in_a_pipe(columns: int, run: Path) -> None:
+def test_every_command_shows_all_in_a_pipe(columns: int, run: Path, python: str) -> None:
     data = next(run.glob("a folder*/rows.parquet"))
     state, checkpoints = f"{run / 'checkpoints'}", run / "checkpoints"
     told = told_in_a_pipe(
+        python,
         {
             "audit": ["audit", run / "run"],
             "audit --step": ["audit", run / "run", "--step", 1],
