@@ -65,7 +65,7 @@ class Seeds:
         if (torch := _torch_generator()) is not None:
             torch.manual_seed(seed >> 32)
         if self.calls <= self._watched and not self.drew:
-            self._last = GeneratorStates()
+            self._last = GeneratorStates(seeded=True)
 
     def look(self) -> None:
         """Record whether the last call has drawn anything, if it is checked."""
@@ -249,13 +249,14 @@ class GeneratorStates:
 
     _without_normal: bytes = b""
 
-    def __init__(self) -> None:
+    def __init__(self, *, seeded: bool = False) -> None:
+        """``seeded``: numpy's generator was seeded just now, which drops a cached number."""
         self._python = random.getstate()
         self.torch = _torch_state()
         self._generator = np.random.get_bit_generator()  # type: ignore[attr-defined]
         self._words = _words(self._generator)
         self._numpy: Any = None
-        if self._words is None or self._words != GeneratorStates._without_normal:
+        if self._words is None or not (seeded or self._words == GeneratorStates._without_normal):
             state: Any = np.random.get_state(legacy=False)
             if self._words is None or state["has_gauss"]:
                 self._numpy = state
