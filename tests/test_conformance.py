@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import cycle
 from pathlib import Path
 from typing import Any
@@ -183,6 +183,19 @@ IN_LANES = list(PIPELINES)[list(PIPELINES).index("filter") :]
 GROUPED = ["batched filter", "to any", "best fit", "shuffled outputs", "batch"]  # rows count when their group is over
 SHARDS = [name for name in PIPELINES if "shard" in name]
 
+REPEATED = ["rows", "window", "slice", "transform", "weighted", "weighted once", "weighted noise", "map", "batched map"]
+REPEATED += ["two batched maps", "random map", "decode", "memory", "torch", "filter", "filter in order"]
+REPEATED += ["batched filter", "skipping filter", "pack", "plain schedule"]
+"""Each branch of order/, pipeline/, state/, loader/, iteration/ and audit/ that one of these takes in a test of this
+file is taken by another pipeline in the same test. In most tests they run under ``-m slow``; in the default suite each
+has its order with workers of both kinds, and its rows or its batches are resumed."""
+
+
+def unrepeated(names: Iterable[str] = PIPELINES, besides: Iterable[str] = ()) -> list[Any]:
+    """Parameters: these names, of which the repeated ones, except ``besides``, run under ``-m slow``."""
+    slow = set(REPEATED) - set(besides)
+    return [pytest.param(name, marks=pytest.mark.slow if name in slow else ()) for name in names]
+
 
 @pytest.fixture
 def open_ds(small_files: list[str]) -> Callable[[], midepoch.Dataset]:
@@ -221,7 +234,7 @@ far = pytest.mark.parametrize("far", [False, pytest.param(True, marks=pytest.mar
 
 
 @far
-@pytest.mark.parametrize("name", PIPELINES)
+@pytest.mark.parametrize("name", unrepeated(besides=REPEATED[1::2]))
 def test_rows_resume_exactly(name: str, far: bool, same_ds: Callable[[], midepoch.Dataset]) -> None:
     assert resumes(lambda: PIPELINES[name](same_ds()), far) > 10
 
@@ -248,10 +261,11 @@ def test_what_the_kernel_packs_numpy_resumes(
 # What is dropped depends on how many rows there are: fewer by a skipping map, or by a shard.
 DROPPING = ["rows", "batched map", "skipping map", "file shard", "pack", "mix"]
 DROPPED = [pytest.param(True, name, marks=() if name in DROPPING else pytest.mark.slow) for name in PIPELINES]
+KEPT = [pytest.param(False, *each.values, marks=each.marks) for each in unrepeated(besides=REPEATED[::2])]
 
 
 @far
-@pytest.mark.parametrize(("drop_last", "name"), [*((False, name) for name in PIPELINES), *DROPPED])
+@pytest.mark.parametrize(("drop_last", "name"), [*KEPT, *DROPPED])
 def test_loader_resumes_exactly(name: str, drop_last: bool, far: bool, same_ds: Callable[[], midepoch.Dataset]) -> None:
     make = lambda: PIPELINES[name](same_ds()).loader(3, drop_last=drop_last)  # noqa: E731
     assert resumes(make, far) > 5
@@ -260,13 +274,19 @@ def test_loader_resumes_exactly(name: str, drop_last: bool, far: bool, same_ds: 
 FEW, MORE = [1, 8], [0, 1, 3, 4, 7, 8, 9, 15]
 
 
-# In the middle of an epoch, and at its end.
+# In the middle of an epoch, and at its end: with and without workers, each for one with positions and one with lanes.
 @pytest.mark.parametrize(
-    ("saved_with", "steps"),
-    [(0, FEW), (2, FEW), *(pytest.param(workers, MORE, marks=pytest.mark.slow) for workers in (0, 2))],
-    ids=["0-few", "2-few", "0-more", "2-more"],
+    ("name", "saved_with", "steps"),
+    [
+        *(("batched map", 0, FEW), ("skipping map", 2, FEW), ("file shard", 0, FEW), ("pack", 2, FEW), ("mix", 0, FEW)),
+        *(
+            pytest.param(name, workers, steps, marks=pytest.mark.slow)
+            for name in ("rows", "batched map", "skipping map", "file shard", "pack", "mix")
+            for workers in (0, 2)
+            for steps in (FEW, MORE)
+        ),
+    ],
 )
-@pytest.mark.parametrize("name", ["rows", "batched map", "skipping map", "file shard", "pack", "mix"])
 def test_loader_resumes_with_other_workers(
     name: str, saved_with: int, steps: list[int], open_ds: Callable[[], midepoch.Dataset]
 ) -> None:
@@ -299,9 +319,9 @@ REFUSED = ["global generators"]
 
 
 # Resumes with threads: one pipeline of every kind of cursor, and those that draw or read with an object of the user.
-IN_THREADS = ["rows", "window", "weighted", "batched map", "random map", "decode", "skipping map", "map style", "torch"]
-IN_THREADS += ["file shard", "filter", "batched filter", "flat map", "to any", "best fit", "shuffled outputs", "take"]
-IN_THREADS += ["schedule", "mix", "concat", "zip", "filter shard"]
+IN_THREADS = ["window", "weighted", "batched map", "random map", "decode", "skipping map", "map style", "file shard"]
+IN_THREADS += ["flat map", "to any", "best fit", "shuffled outputs", "take", "schedule", "mix", "concat", "zip"]
+IN_THREADS += ["filter shard"]
 
 
 @pytest.mark.parametrize("name", PIPELINES)
@@ -341,7 +361,7 @@ def counted(state: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("name", PIPELINES)
+@pytest.mark.parametrize("name", unrepeated())
 def test_state_follows_delivery_not_what_was_moved_ahead(
     name: str, workers: int, open_ds: Callable[[], midepoch.Dataset], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -467,7 +487,7 @@ def batches_of_epoch(make: Callable[[], midepoch.Loader], epoch: int) -> list[An
     return list(loader)
 
 
-@pytest.mark.parametrize("name", PIPELINES)
+@pytest.mark.parametrize("name", unrepeated())
 def test_the_last_batch_delivered_is_the_end_of_the_pass(name: str, open_ds: Callable[[], midepoch.Dataset]) -> None:
     make = lambda: PIPELINES[name](open_ds()).loader(4)  # noqa: E731
     first, second = batches_of_epoch(make, 0), batches_of_epoch(make, 1)
@@ -532,7 +552,7 @@ def test_a_run_killed_after_the_last_batch_of_an_epoch_proves_itself(
     assert run.exact and [epoch.complete for epoch in run.epochs] == [True, True], (run.problems, run.epochs)
 
 
-@pytest.mark.parametrize("name", PIPELINES)
+@pytest.mark.parametrize("name", unrepeated())
 def test_a_pass_that_was_left_continues_if_the_data_is_shuffled(
     name: str, open_ds: Callable[[], midepoch.Dataset], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -660,7 +680,7 @@ def run_ranks(name: str, ds: midepoch.Dataset, world: int, states: Any, steps: i
     return found
 
 
-@pytest.mark.parametrize("name", [name for name in PIPELINES if name not in SHARDS])
+@pytest.mark.parametrize("name", unrepeated(name for name in PIPELINES if name not in SHARDS))
 def test_the_ledger_proves_every_pipeline(name: str, open_ds: Callable[[], midepoch.Dataset], tmp_path: Path) -> None:
     """On one rank, then on two, then on one; what a start had done after its last checkpoint was done again."""
     states = None
@@ -740,7 +760,7 @@ def rows_in(batches: Iterator[Any]) -> list[str]:
 
 
 @far
-@pytest.mark.parametrize("name", PIPELINES)
+@pytest.mark.parametrize("name", unrepeated())
 def test_an_excluded_range_is_resumed_exactly(name: str, far: bool, same_ds: Callable[[], midepoch.Dataset]) -> None:
     """Around it (far: at every step), with workers, and on other world sizes: all batches but the excluded ones."""
 
@@ -782,7 +802,7 @@ def test_an_excluded_range_is_resumed_exactly(name: str, far: bool, same_ds: Cal
     assert same(delivered, expected[:-1])
 
 
-@pytest.mark.parametrize("name", [name for name in PIPELINES if name not in SHARDS])
+@pytest.mark.parametrize("name", unrepeated(name for name in PIPELINES if name not in SHARDS))
 def test_the_ledger_counts_what_is_excluded(name: str, open_ds: Callable[[], midepoch.Dataset], tmp_path: Path) -> None:
     whole = batches_of_epoch(lambda: PIPELINES[name](open_ds()).loader(3), 0)
     loader = PIPELINES[name](open_ds()).loader(3, audit=Ledger(tmp_path, attempt="1"))
