@@ -13,7 +13,7 @@ from midepoch.errors import CheckpointMismatchError, StateError
 from midepoch.order.intervals import Intervals
 from midepoch.testing import same
 from states import lanes_of, with_lane, with_more
-from test_conformance import IN_LANES, PIPELINES, SHARDS
+from test_conformance import IN_LANES, PIPELINES, REPEATED, SHARDS
 
 ALONE = [*SHARDS, "take", "skip", "zip"]  # one lane only
 Make = Callable[..., midepoch.Loader]
@@ -76,9 +76,17 @@ def chosen(keys: list[Key], seed: int) -> list[Key]:
     return sorted({*run, *(key for key in later if rng.random() < 0.2), *later[-2:]})
 
 
+IN_ONE = [(name, 1) for name in PIPELINES if name not in SHARDS]
+IN_THREE = [(name, 3) for name in IN_LANES if name not in ALONE]
+SPARED = {*REPEATED} - {"pack", "filter in order"}  # these take branches of their own here
+
+
 @pytest.mark.parametrize(
     ("name", "lanes"),
-    [*((name, 1) for name in PIPELINES if name not in SHARDS), *((name, 3) for name in IN_LANES if name not in ALONE)],
+    [
+        pytest.param(name, lanes, marks=pytest.mark.slow if name in SPARED else ())
+        for name, lanes in (*IN_ONE, *IN_THREE)
+    ],
 )
 def test_what_is_done_is_not_delivered(name: str, lanes: int, open_ds: Callable[[], midepoch.Dataset]) -> None:
     def make(size: int, **options: Any) -> midepoch.Loader:

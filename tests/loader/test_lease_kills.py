@@ -20,7 +20,7 @@ import pytest
 import midepoch
 from midepoch.loader.leases import Lease
 from midepoch.loader.leasing import LeaseItems
-from test_conformance import IN_LANES, PIPELINES, SHARDS
+from test_conformance import IN_LANES, PIPELINES, SHARDS, unrepeated
 
 ONE_LANE = ["take", "skip", "zip"]  # and all that follow are split among ranks, whatever the number of lanes
 NAMES = [name for name in PIPELINES if name not in SHARDS]
@@ -130,7 +130,7 @@ def open_ds(small_files: list[str]) -> Callable[[], midepoch.Dataset]:
     return lambda: midepoch.Dataset(pipeline)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", unrepeated(NAMES, besides=["torch", "plain schedule"]))
 def test_nothing_is_skipped_or_acknowledged_twice(name: str, open_ds: Callable[[], midepoch.Dataset]) -> None:
     assert simulate(name, open_ds, 0, {}) >= 2
 
