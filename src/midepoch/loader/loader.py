@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 
 from midepoch._internal import html
-from midepoch._internal.hints import hinted_methods, no_attribute, setter
+from midepoch._internal.hints import hinted_methods, no_attribute
 from midepoch._internal.progress import Bar
 from midepoch._internal.resumable import Resumable
 from midepoch._internal.values import integer
@@ -94,8 +94,6 @@ class Loader(Resumable):
             if hasattr(type(self), name):  # a property that raised AttributeError: raise it again
                 return object.__getattribute__(self, name)
             raise no_attribute("a Loader", name, dir(self), ATTRIBUTES)
-
-        __setattr__ = setter("a Loader", ATTRIBUTES, "Create it with the value: ds.shuffle(seed=…).loader(…).")
 
     def __dir__(self) -> list[str]:
         return sorted(name for name in dir(type(self)) if not name.startswith("_"))
