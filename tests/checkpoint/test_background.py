@@ -26,6 +26,7 @@ from midepoch.checkpoint import (
 )
 from midepoch.checkpoint.background import Background
 from midepoch.checkpoint.disk import LocalSink
+from midepoch.checkpoint.manifest import Manifest
 from midepoch.testing import same
 
 pytestmark = pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning")  # of JAX, if another test has used it
@@ -308,19 +309,21 @@ def test_async_saves_never_overlap_and_errors_surface_once(tmp_path: Path, monke
     checkpoint = PipelineCheckpoint(tmp_path, async_save=True)
     inside: list[int] = []
     most: list[int] = []
-    original = checkpoint._store.commit
+    original = checkpoint._steps.commit
 
-    def commit(step: int, token: str, manifest: bytes) -> None:
+    def commit(token: str, manifest: Manifest) -> Manifest:
+        step = manifest.step
         inside.append(step)
         most.append(len(inside))
         time.sleep(0.02)
         if step == 3:
             inside.remove(step)
             raise OSError(errno.ENOSPC, "No space left on device")
-        original(step, token, manifest)
+        committed = original(token, manifest)
         inside.remove(step)
+        return committed
 
-    checkpoint._store.commit = commit  # type: ignore[method-assign]
+    checkpoint._steps.commit = commit  # type: ignore[method-assign]
     for step in (1, 2, 3):
         checkpoint.save(step=step)
     with pytest.raises(CheckpointSaveError, match=r"step 3 was not saved.*No space"):
@@ -339,8 +342,8 @@ import time
 import numpy as np
 from midepoch.checkpoint import PipelineCheckpoint
 c = PipelineCheckpoint({str(tmp_path)!r}, async_save=True)
-original = c._store.commit
-c._store.commit = lambda *a: (time.sleep(0.3), original(*a))
+original = c._steps.commit
+c._steps.commit = lambda *a: time.sleep(0.3) or original(*a)
 c.save(extra={{"x": np.arange(10000)}}, step=1)
 {ends[how]}
 """

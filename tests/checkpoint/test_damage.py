@@ -236,7 +236,6 @@ HOSTILE: dict[str, Callable[[dict[str, Any]], Any]] = {
     "piece": lambda content: content.update(piece=0),
     "metadata": lambda content: content.update(metadata=[1]),
     "parts": lambda content: content.update(parts="x"),
-    "folder": lambda content: content.update(folder="../.."),
     "version 0": lambda content: content.update({KEY: 0}),
     "version none": lambda content: content.update({KEY: None}),
     "version gone": lambda content: content.pop(KEY) and None,

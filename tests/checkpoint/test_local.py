@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from midepoch.checkpoint import (
     manifest,
 )
 from midepoch.checkpoint.local import LocalStore
+from midepoch.checkpoint.store import Steps
 
 
 @pytest.mark.parametrize("name", ["manifest.json", "model.safetensors"])
@@ -52,7 +54,7 @@ def test_nothing_leaks_when_an_attempt_cannot_begin(tmp_path: Path, monkeypatch:
     real = os.mkdir
 
     def full(path: Any, *arguments: Any) -> None:
-        if str(path).endswith("files"):
+        if str(path).endswith("saving"):
             raise OSError(errno.ENOSPC, "No space left on device")
         real(path, *arguments)
 
@@ -172,7 +174,8 @@ def test_another_live_process_is_left_alone(tmp_path: Path) -> None:
     script = f"""
 import sys, os
 from midepoch.checkpoint.local import LocalStore
-d = LocalStore({str(tmp_path)!r})
+from midepoch.checkpoint.store import Steps
+d = Steps(LocalStore({str(tmp_path)!r}))
 d.begin(7, "aa")
 with d.sink(7, "aa", "half") as sink:
     sink.write(memoryview(b"x"))
@@ -186,12 +189,12 @@ os._exit(0)
         assert other.stdout.readline() == "begun\n"
         checkpoint = PipelineCheckpoint(tmp_path)
         checkpoint.save(step=1)
-        assert (tmp_path / ".step_7.aa.saving/files/half").exists()
+        assert (tmp_path / ".step_7.aa.saving/half").exists()
         mine = PipelineCheckpoint(tmp_path)
-        mine._store.begin(8, "bb")
+        mine._steps.begin(8, "bb")
         checkpoint.save(step=2)
         assert (tmp_path / ".step_8.bb.saving").exists(), "one of this process is alive as well"
-        mine._store.abandon(8, "bb")
+        mine._steps.abandon(8, "bb")
     finally:
         other.kill()
         other.communicate()
@@ -224,21 +227,46 @@ def test_an_attempt_of_a_process_killed_before_it_was_locked_is_swept(tmp_path: 
     assert os.listdir(tmp_path) == ["step_3"]
 
 
-def test_no_attempt_is_swept_before_it_is_locked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    lock, sweeps = disk.try_lock, []
+@pytest.mark.parametrize("moment", ["before", "between", "during"])
+def test_an_attempt_that_is_swept_before_it_is_locked_begins_again(
+    moment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another process removes it before its folder is opened, before it is locked, or is about to remove it then."""
+    lock, flock, sweeps = disk.try_lock, disk.fcntl.flock, []
+    other = Steps(LocalStore(tmp_path))
+
+    def sweep() -> None:
+        sweeps.append(threading.Thread(target=other.sweep))
+        sweeps[0].start()
+        if moment != "during":
+            sweeps[0].join()
 
     def late(folder: Path) -> Any:
-        if folder.suffix == ".saving" and not sweeps:
-            sweeps.append(threading.Thread(target=LocalStore(tmp_path)._sweep))
-            sweeps[0].start()
-            sweeps[0].join(0.3)
-            assert sweeps[0].is_alive() and folder.exists(), "it waits for the lock of the folder"
+        if threading.current_thread() is threading.main_thread() and not sweeps and moment == "before":
+            sweep()
         return lock(folder)
 
+    def late_flock(*arguments: Any) -> None:
+        if threading.current_thread() is threading.main_thread() and not sweeps:
+            sweep()
+            while moment == "during" and not held.is_set():
+                time.sleep(0.001)
+        flock(*arguments)
+
+    held, retire = threading.Event(), other.store.discard
+
+    def slow(copy: Any) -> None:
+        held.set()
+        time.sleep(0.2 if moment == "during" else 0)
+        retire(copy)
+
+    monkeypatch.setattr(other.store, "discard", slow)
     monkeypatch.setattr(disk, "try_lock", late)
+    monkeypatch.setattr(disk.fcntl, "flock", late_flock)
     PipelineCheckpoint(tmp_path).save(step=1, rng=False)
     sweeps[0].join()
-    assert os.listdir(tmp_path) == ["step_1"]
+    assert held.is_set() and os.listdir(tmp_path) == ["step_1"]
+    PipelineCheckpoint(tmp_path).verify(1)
 
 
 @pytest.mark.parametrize("world", [1, 2])

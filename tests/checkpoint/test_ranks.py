@@ -17,7 +17,7 @@ from counting import Numbers
 import ports
 from forks import Forks
 from midepoch.checkpoint import CheckpointMismatchError, CheckpointSaveError, PipelineCheckpoint
-from midepoch.checkpoint.local import LocalBoard
+from midepoch.checkpoint.local import LocalStore
 from midepoch.checkpoint.rendezvous import Leader, Members, Notes
 from midepoch.distributed.world import World
 
@@ -168,7 +168,7 @@ def test_what_fails_on_one_rank_fails_on_all(tmp_path: Path) -> None:
     def save(rank: int) -> str:
         checkpoint = PipelineCheckpoint(tmp_path, rank=rank, world_size=2, timeout=20)
         if rank == 1:
-            checkpoint._store.sink = None  # type: ignore[method-assign, assignment]
+            checkpoint._steps.sink = None  # type: ignore[method-assign, assignment]
         try:
             checkpoint.save(Refuses(), step=1)
         except CheckpointSaveError as problem:
@@ -332,9 +332,9 @@ def test_under_jax_with_several_processes(data: str, tmp_path: Path, jax_forks: 
 
 def test_a_rank_that_has_said_that_it_is_done_may_die(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also if it says so and dies in the very moment in which rank 0 looks."""
-    board = LocalBoard(tmp_path)
-    notes = Notes(board, "save-1")
-    leader = Leader(notes, World(0, 2), timeout=60, members=Members(board, World(0, 2)), token="t")
+    store = LocalStore(tmp_path)
+    notes = Notes(store, "save-1")
+    leader = Leader(notes, World(0, 2), timeout=60, members=Members(store, World(0, 2)), token="t")
     leader._present = {1: ("n", {})}
 
     def dies(_note: Any) -> bool:

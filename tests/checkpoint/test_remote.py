@@ -194,7 +194,7 @@ def test_ranks_meet_in_the_store(s3_server: Server, address: str) -> None:
 
 
 def test_another_live_process_is_left_alone(s3_server: Server, run: Path, address: str) -> None:
-    other = open_at(address, s3_server.endpoint)._store
+    other = open_at(address, s3_server.endpoint)._steps
     other.begin(7, "aa")
     with other.sink(7, "aa", "half") as sink:
         sink.write(memoryview(b"x"))
@@ -220,38 +220,36 @@ def test_a_step_committed_after_ones_own_is_not_pruned(s3_server: Server, addres
     assert restored(first) == 71
 
 
-def test_a_step_that_another_process_is_about_to_commit_is_not_pruned(
-    s3_server: Server, run: Path, address: str
-) -> None:
+def test_what_another_process_is_about_to_commit_is_not_pruned(s3_server: Server, run: Path, address: str) -> None:
     checkpoint = open_at(address, s3_server.endpoint)
     save(checkpoint, 7)
-    other = open_at(address, s3_server.endpoint)._store
+    other = open_at(address, s3_server.endpoint)._steps
     other.begin(7, "aa")
     with other.sink(7, "aa", "half") as sink:
         sink.write(memoryview(b"x"))
     save(checkpoint, 8, keep=1)
-    assert checkpoint.steps() == [7, 8]
-    checkpoint.delete(7)
     assert checkpoint.steps() == [8]
-    assert [name for name in objects(run) if "step_7" in name] == [".attempts/step_7.aa", "step_7/aa/half"]
+    assert [name for name in objects(run) if "step_7" in name] == ["step_7/aa/claim", "step_7/aa/half"]
     other.abandon(7, "aa")
     assert {name.split("/")[0] for name in objects(run)} == {"step_8"}
 
 
-def test_a_commit_waits_while_a_step_is_removed(s3_server: Server, address: str) -> None:
+def test_a_step_committed_before_or_during_the_removal_of_another_stays(s3_server: Server, address: str) -> None:
     checkpoint = open_at(address, s3_server.endpoint)
     save(checkpoint, 1)
-    directory: Any = checkpoint._store
-    expected = directory.manifest(1)
-    directory._claim(".removals/step_1.aa")
-    with ThreadPoolExecutor(1) as pool:
-        again = pool.submit(save, open_at(address, s3_server.endpoint), 1)
-        time.sleep(1)
-        assert not again.done() and directory.manifest(1) == expected
-        directory._objects.delete([".removals/step_1.aa"])
-        again.result()
-    assert directory.manifest(1) != expected
-    assert not directory.remove(1, expected), "it is another one now"
+    steps: Any = checkpoint._steps
+    first = steps.manifest(1)
+    delete = steps.store._objects.delete
+
+    def late(names: Any) -> None:
+        steps.store._objects.delete = delete
+        save(open_at(address, s3_server.endpoint), 1)
+        delete(names)
+
+    steps.store._objects.delete = late
+    steps.remove(1, first)
+    assert steps.manifest(1) != first
+    assert not steps.remove(1, first), "it is another one now"
     assert restored(checkpoint) == 1
 
 
@@ -279,7 +277,7 @@ def test_ranges_of_objects_are_read_by_several_threads() -> None:
     checkpoint = PipelineCheckpoint("memory:///run")
     model = {"w": np.arange(10_000_000)}
     checkpoint.save(None, model, step=1)
-    store: Any = checkpoint._store
+    store: Any = checkpoint._steps.store
     read, offsets = store._objects.read_into, []
     store._objects.read_into = lambda name, data, offset: offsets.append(offset) or read(name, data, offset)
     found = {"w": np.zeros(10_000_000, int)}
@@ -290,12 +288,13 @@ def test_ranges_of_objects_are_read_by_several_threads() -> None:
 def test_a_server_without_ranges_sends_an_object_once(s3_server: Server, run: Path, address: str) -> None:
     checkpoint = open_at(address, s3_server.endpoint)
     save(checkpoint, 1)
-    directory: Any = checkpoint._store
-    directory._objects._ranges = False
-    stream, requests = directory._objects.stream, []
-    directory._objects.stream = lambda name: requests.append(name) or stream(name)
+    steps: Any = checkpoint._steps
+    client = steps.store._objects
+    client._ranges = False
+    stream, requests = client.stream, []
+    client.stream = lambda name: requests.append(name) or stream(name)
     data = bytearray(40_000)
-    with directory.source(directory.manifest(1), "model.safetensors") as source:
+    with steps.source(steps.manifest(1), "model.safetensors") as source:
         for first in (0, 20_000, 30_000, 10_000):
             assert source.read_into(memoryview(data)[first : first + 10_000], first) == 10_000
         assert len(requests) == 1
@@ -339,21 +338,21 @@ def test_a_commit_whose_response_was_lost_is_kept(problem: Any, second: int, mon
 def test_an_old_midepoch_leaves_the_steps_of_a_newer_one_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     checkpoint = PipelineCheckpoint("memory:///newer")
     checkpoint.save(None, {"w": np.ones(5000)}, step=1)
-    store = checkpoint._store._objects  # type: ignore[attr-defined]
-    store.put("step_1/manifest.json", b'{"of": "the future"}')
-    before = set(store.list())
+    store = checkpoint._steps.store
+    store.put("step_1/aa/manifest.json", b'{"of": "the future"}')
+    before = set(store.list(""))
     monkeypatch.setattr(remote, "STALE", -1.0)
     checkpoint.save(None, {"w": np.ones(5000)}, step=2)
-    assert before <= set(store.list())
+    assert before <= set(store.list(""))
 
 
 def test_attempts_of_another_machine_are_swept_after_a_day(monkeypatch: pytest.MonkeyPatch) -> None:
     checkpoint = PipelineCheckpoint("memory:///machines")
-    store = checkpoint._store._objects  # type: ignore[attr-defined]
+    store = checkpoint._steps.store
     store.put("step_5/aa/half", b"x")
-    store.put(".attempts/step_5.aa", b'["elsewhere", 1, "1"]')
+    store.put("step_5/aa/claim", b'["elsewhere", 1, "1"]')
     checkpoint.save(step=1)
-    assert "step_5/aa/half" in store.list()
+    assert "step_5/aa/half" in store.list("")
     monkeypatch.setattr(remote, "STALE", -1.0)
     checkpoint.save(step=2)
-    assert not [name for name in store.list() if "step_5" in name]
+    assert not [name for name in store.list("") if "step_5" in name]

@@ -228,7 +228,7 @@ def test_a_rank_that_fails_before_the_rendezvous_is_not_waited_for(case: str, tm
             def begin(*_: Any) -> None:
                 raise OSError(errno.ENOSPC, "No space left on device")
 
-            checkpoint._store.begin = begin  # type: ignore[method-assign]
+            checkpoint._steps.begin = begin  # type: ignore[method-assign]
         pipeline = Refuses() if case == "state of rank 1" and rank == 1 else Numbers()
         extra = {"x": object()} if case == "extra of rank 0" else {}
         return checkpoint.save(pipeline, step=1, extra=extra)
@@ -260,7 +260,7 @@ def test_ranks_restore_from_a_read_only_folder(tmp_path: Path, monkeypatch: pyte
     def refuse(*_: Any) -> None:
         raise OSError(errno.EROFS, "Read-only file system")
 
-    monkeypatch.setattr(local.LocalBoard, "put", refuse)
+    monkeypatch.setattr(local.LocalStore, "put", refuse)
     assert (
         ranks(3, lambda rank: PipelineCheckpoint(tmp_path, rank=rank, world_size=3, timeout=300).restore_latest())
         == ["3"] * 3

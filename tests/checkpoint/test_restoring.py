@@ -221,7 +221,7 @@ def test_a_step_that_is_removed_while_it_is_restored_is_restored(tmp_path: Path)
     manifest = checkpoint.manifest(1)
     from midepoch.checkpoint import restoring
 
-    stored = restoring.Step(checkpoint._store, manifest, allow_pickle=False).open("model")
+    stored = restoring.Step(checkpoint._steps, manifest, allow_pickle=False).open("model")
     checkpoint.delete(1)
     assert np.array_equal(stored.read()["w"], np.arange(9000))
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -17,8 +16,9 @@ from midepoch.checkpoint import (
     Keep,
     PipelineCheckpoint,
 )
-from midepoch.checkpoint.disk import NO_LOCKS, folder_lock
 from midepoch.checkpoint.local import LocalStore
+from midepoch.checkpoint.manifest import Manifest
+from midepoch.checkpoint.store import Copy, Steps
 
 
 def save(checkpoint: PipelineCheckpoint, step: int, **metadata: Any) -> None:
@@ -64,39 +64,61 @@ def test_a_step_saved_again_is_later_than_itself_before(tmp_path: Path) -> None:
     assert checkpoint.manifest(5).sequence > earlier
 
 
-def test_a_commit_waits_while_a_step_is_removed(tmp_path: Path) -> None:
-    save(PipelineCheckpoint(tmp_path), 71, by="first")
-    directory = LocalStore(tmp_path)
-    expected = directory.manifest(71)
-    with folder_lock(tmp_path) as mine:
-        assert mine
-        second = threading.Thread(target=lambda: save(PipelineCheckpoint(tmp_path), 71, by="second"))
-        second.start()
-        second.join(0.3)
-        assert second.is_alive()
-        assert LocalStore(tmp_path).manifest(71) == expected
-    second.join()
-    assert not directory.remove(71, expected)
-    assert PipelineCheckpoint(tmp_path).metadata(71)["by"] == "second"
+class Meddled(LocalStore):
+    """Store in which another process does something before or after a step is withdrawn."""
+
+    def __init__(self, path: Path, *, before: Any = None, after: Any = None) -> None:
+        super().__init__(path)
+        self._before, self._after = before, after
+
+    def withdraw(self, copy: Copy) -> Copy:
+        before, self._before = self._before, None
+        if before is not None:
+            before()
+        withdrawn = super().withdraw(copy)
+        after, self._after = self._after, None
+        if after is not None:
+            after()
+        return withdrawn
 
 
-def test_what_is_moved_aside_by_mistake_is_put_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a file system without locks: another step of that number is committed just before the removal."""
-    first, second = LocalStore(tmp_path), PipelineCheckpoint(tmp_path)
-    save(second, 71, by="first")
-    expected = first.manifest(71)
-    seen = first.manifest
+def test_a_step_committed_before_the_removal_of_another_stays(tmp_path: Path) -> None:
+    """It is withdrawn by mistake, and put back."""
+    writer = PipelineCheckpoint(tmp_path)
+    save(writer, 71, by="first")
+    steps = Steps(Meddled(tmp_path, before=lambda: save(writer, 71, by="second")))
+    assert not steps.remove(71, steps.manifest(71))
+    assert os.listdir(tmp_path) == ["step_71"]
+    assert writer.metadata(71)["by"] == "second"
 
-    def late(step: int) -> Any:
-        found = seen(step)
-        save(second, 71, by="second")
-        return found
 
-    monkeypatch.setattr(first, "manifest", late)
-    monkeypatch.setattr("midepoch.checkpoint.disk.try_lock", lambda *_, **__: NO_LOCKS)
-    assert not first.remove(71, expected)
-    assert second.steps() == [71]
-    assert second.metadata(71)["by"] == "second"
+def test_a_step_committed_during_the_removal_of_another_stays(tmp_path: Path) -> None:
+    writer = PipelineCheckpoint(tmp_path)
+    save(writer, 71, by="first")
+    steps = Steps(Meddled(tmp_path, after=lambda: save(writer, 71, by="second")))
+    assert not steps.remove(71, steps.manifest(71)), "who replaces it removes it"
+    assert os.listdir(tmp_path) == ["step_71"]
+    assert writer.metadata(71)["by"] == "second"
+
+
+def test_a_step_that_a_sweep_puts_back_is_removed_all_the_same(tmp_path: Path) -> None:
+    save(PipelineCheckpoint(tmp_path), 71)
+    steps = Steps(Meddled(tmp_path, after=Steps(LocalStore(tmp_path)).sweep))
+    assert steps.remove(71, steps.manifest(71))
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_step_that_is_being_removed_or_replaced_is_a_step_until_it_is_gone(tmp_path: Path) -> None:
+    seen: list[Any] = []
+    reader = PipelineCheckpoint(tmp_path)
+
+    def look() -> None:
+        seen.append((reader.steps(), reader.restore_latest(rng=False), sorted(os.listdir(tmp_path))))
+
+    save(PipelineCheckpoint(tmp_path), 71)
+    assert Steps(Meddled(tmp_path, after=look)).remove(71)
+    assert [(steps, latest) for steps, latest, _ in seen] == [([71], 71)] and seen[0][2] != ["step_71"]
+    assert reader.steps() == []
 
 
 def test_live_writers_never_leave_the_folder_without_a_step(tmp_path: Path) -> None:
@@ -129,17 +151,6 @@ def test_live_writers_never_leave_the_folder_without_a_step(tmp_path: Path) -> N
         assert not errors
     assert looks > 3
     assert PipelineCheckpoint(tmp_path).restore_latest(rng=False) in range(1, 6)
-
-
-def test_who_interrupts_a_turn_does_not_wait_for_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """As a signal handler does that saves while a save is at work."""
-    with folder_lock(tmp_path) as outer:
-        with folder_lock(tmp_path) as inner:
-            pass
-        assert outer and not inner
-    with folder_lock(tmp_path) as after:
-        assert after
-    assert not caplog.records
 
 
 def test_damaged_steps_do_not_count_for_retention(tmp_path: Path) -> None:
@@ -209,13 +220,14 @@ def test_bad_rules_are_refused(keep: Any, tmp_path: Path) -> None:
 def test_pruning_never_removes_the_newest_intact_step(tmp_path: Path) -> None:
     checkpoint = PipelineCheckpoint(tmp_path, keep=1)
     checkpoint.save(step=1, extra={"x": [1]})
-    original = checkpoint._store.commit
+    original = checkpoint._steps.commit
 
-    def commit(step: int, token: str, manifest: bytes) -> None:
-        original(step, token, manifest)
-        os.truncate(tmp_path / f"step_{step}/extra.x.json", 1)  # a disk that loses what it has acknowledged
+    def commit(token: str, manifest: Manifest) -> Manifest:
+        committed = original(token, manifest)
+        os.truncate(tmp_path / committed.place / "extra.x.json", 1)  # a disk that loses what it has acknowledged
+        return committed
 
-    checkpoint._store.commit = commit  # type: ignore[method-assign]
+    checkpoint._steps.commit = commit  # type: ignore[method-assign]
     checkpoint.save(step=2, extra={"x": [2]})
     assert checkpoint.steps() == [1, 2]
     assert PipelineCheckpoint(tmp_path).restore_latest(extra={"x": (found := [0])}) == 1

@@ -12,7 +12,7 @@ from simulation.history import Entry, FindingError, History, as_uninterrupted, u
 from simulation.plans import IN_ROWS
 
 _EDITS = ("exclude rows", "exclude steps", "set_weights")
-_LEFT = re.compile(r"\.step_.*\.(saving|new|old|gone)\Z")
+_LEFT = re.compile(r"\.step_.*\.(saving|old)\Z")
 
 
 def judge(history: History) -> None:
@@ -132,7 +132,7 @@ def _check_accused(history: History) -> None:
 def _check_files(history: History) -> None:
     """The last start has saved, and removed what dead processes left."""
     if history.plan.remote:
-        left = [name for name in history.bucket.content if name.startswith((".attempts/", ".removals/"))]
+        left = [name for name in history.bucket.content if name.endswith("/claim")]
     else:
         folder = history.folder / "checkpoint"
         left = [path.name for path in folder.iterdir() if _LEFT.match(path.name)]

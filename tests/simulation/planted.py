@@ -12,8 +12,9 @@ import pytest
 
 from midepoch.audit.ledger import Ledger
 from midepoch.audit.records import Count
-from midepoch.checkpoint import disk, local, manifest, remote, saving
+from midepoch.checkpoint import disk, local, manifest, saving
 from midepoch.checkpoint.rendezvous import Leader
+from midepoch.checkpoint.store import Steps
 from midepoch.loader import leases, passes, state
 from midepoch.loader.loader import Loader
 from midepoch.order.intervals import EMPTY
@@ -151,16 +152,14 @@ def a_swapped_rename(patch: pytest.MonkeyPatch) -> None:
     """A step gets its name before its files are complete."""
     real = local.LocalStore.commit
 
-    def commit(self: local.LocalStore, step: int, token: str, content: bytes) -> None:
-        attempt = self._attempt(step, token)
+    def commit(self: local.LocalStore, step: int, token: str, content: bytes) -> str:
         if not (self.path / f"step_{step}").exists():
-            local.os.rename(attempt / "files", self.path / f"step_{step}")
+            local.os.rename(self.path / self.attempt(step, token), self.path / f"step_{step}")
             with disk.create_file(self.path / f"step_{step}" / manifest.NAME) as sink:
                 sink.write(memoryview(content))
             disk.sync(self.path)
-            self.abandon(step, token)
-            return
-        real(self, step, token, content)
+            return f"step_{step}"
+        return real(self, step, token, content)
 
     patch.setattr(local.LocalStore, "commit", commit)
 
@@ -170,11 +169,11 @@ def a_replaced_step_is_removed_first(patch: pytest.MonkeyPatch) -> None:
     """Old steps are removed before the new one is committed."""
     real = saving._write
 
-    def write(store: Any, job: Any, token: str, world: Any) -> Any:
+    def write(steps: Any, job: Any, token: str, world: Any) -> Any:
         if not world.rank:
-            for step in store.steps():
-                store.remove(step)
-        return real(store, job, token, world)
+            for step in steps.numbers():
+                steps.remove(step)
+        return real(steps, job, token, world)
 
     patch.setattr(saving, "_write", write)
 
@@ -182,30 +181,29 @@ def a_replaced_step_is_removed_first(patch: pytest.MonkeyPatch) -> None:
 @planted
 def leftovers_stay(patch: pytest.MonkeyPatch) -> None:
     """Attempts of dead processes are never removed."""
-    patch.setattr(local.LocalStore, "_sweep", lambda _: None)
-    patch.setattr(remote.RemoteStore, "_sweep", lambda _: None)
+    patch.setattr(Steps, "sweep", lambda *_: None)
 
 
 @planted
 def a_stale_lock(patch: pytest.MonkeyPatch) -> None:
-    """The lock of a folder is a file, which a killed process leaves."""
-    from contextlib import contextmanager
+    """The lock of a copy is a file, which a killed process leaves."""
 
-    @contextmanager
-    def folder_lock(folder: Any) -> Any:
-        path = folder / ".lock"
-        while True:
-            try:
-                disk.os.close(disk.os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL))
-                break
-            except FileExistsError:
-                disk.time.sleep(0.01)
+    class FileLock:
+        def __init__(self, path: Any) -> None:
+            self._path = path
+
+        def release(self) -> None:
+            self._path.unlink()
+
+    def try_lock(folder: Any) -> FileLock | None:
+        path = folder.with_name(f"{folder.name}.lock")
         try:
-            yield True
-        finally:
-            path.unlink()
+            disk.os.close(disk.os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL))
+        except FileExistsError:
+            return None
+        return FileLock(path)
 
-    patch.setattr(disk, "folder_lock", folder_lock)
+    patch.setattr(disk, "try_lock", try_lock)
 
 
 @planted
@@ -279,12 +277,21 @@ def a_ledger_without_loads(patch: pytest.MonkeyPatch) -> None:
 
 @planted
 def an_answer_of_the_store_counts_as_failure(patch: pytest.MonkeyPatch) -> None:
-    """An attempt whose answer was lost is removed, although it became the step."""
+    """The files of an attempt are removed although it became the step: an answer was lost, or a later request failed."""
 
-    def abandon(self: remote.RemoteStore, step: int, token: str) -> None:
-        self._objects.delete(list(self._objects.list(f"step_{step}/{token}")))
+    def commit(self: Steps, token: str, new: manifest.Manifest) -> manifest.Manifest:
+        place = self.store.commit(new.step, token, manifest.to_bytes(new))
+        self.store.release(new.step, token)
+        self.sweep(new.step)
+        return replace(new, place=place)
 
-    patch.setattr(remote.RemoteStore, "abandon", abandon)
+    def abandon(self: Steps, step: int, token: str) -> None:
+        names = self.store.list(self.store.attempt(step, token))
+        self.store.delete([name for name in names if not name.endswith(manifest.NAME)])
+        self.store.release(step, token)
+
+    patch.setattr(Steps, "commit", commit)
+    patch.setattr(Steps, "abandon", abandon)
 
 
 @planted

@@ -8,7 +8,6 @@ import mmap
 import os
 import secrets
 import shutil
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -119,17 +118,16 @@ def _modules(site: Site) -> dict[str, Any]:
         "time": clock,
         "perf_counter": clock.perf_counter,
         "secrets": Module(secrets, token_hex=lambda size=8: site.cluster.token(size)),
-        "threading": Module(threading, get_ident=site.pid),
         "Path": _path_class(site),
     }
 
 
 _REPLACED: dict[Any, str] = {
-    disks: "os fcntl shutil time threading",
-    local: "os shutil secrets time Path",
+    disks: "os fcntl shutil",
+    local: "os secrets time Path",
     store: "os",
     rendezvous: "time secrets",
-    remote: "time secrets",
+    remote: "time",
     saving: "time secrets",
     restoring: "secrets",
     manager: "time",

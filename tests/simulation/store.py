@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from io import BytesIO
 from typing import Any, TypeVar
 
-from midepoch.checkpoint.remote import Object
+from midepoch.checkpoint.store import Object
 from midepoch.errors import FetchError
 from simulation.cluster import Cluster
 
@@ -57,9 +57,11 @@ def objects_of(bucket_now: Callable[[], Bucket]) -> type:
 
             return bucket.request(f"list {below}", found, reads=True)
 
-        def size(self, name: str) -> int | None:
+        def size(self, name: str) -> int:
             data = self.get(name)
-            return None if data is None else len(data)
+            if data is None:
+                raise FileNotFoundError(name)
+            return len(data)
 
         def get(self, name: str) -> bytes | None:
             content = self._bucket.content

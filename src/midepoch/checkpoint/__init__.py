@@ -7,8 +7,8 @@
 | part | one tree of a step: data, model, optimizer, rng, an extra | ``stateful``, ``matching``, ``rng`` |
 | tree | values as JSON, large arrays in safetensors | ``tree``, ``arrays``, ``tensor_files`` |
 | manifest | list of a step's files with their checksums; written last | ``manifest``, ``files`` |
-| store | folder on a disk or of objects; commits steps | ``store``, ``local``, ``disk``, ``remote`` |
-| attempt | a step that is not committed yet | |
+| store | folder on a disk or of objects | ``local``, ``disk``, ``remote`` |
+| copy | files of one save of a step; committed by its manifest | ``store``: one protocol for all stores |
 | rendezvous | agreement of the ranks before a commit or a restore | ``rendezvous`` |
 | retention | rules by which old steps are removed: ``Keep`` | ``manifest`` |
 | snapshot | copy in memory that a background thread writes | ``background`` |

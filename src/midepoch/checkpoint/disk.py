@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import errno
-import logging
 import os
 import shutil
 import stat
 import tempfile
-import threading
-import time
 import weakref
 from collections.abc import Iterator
 from concurrent.futures import Future
@@ -31,9 +28,6 @@ _UNREADABLE = (errno.EACCES, errno.EPERM, errno.EIO)
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EFBIG)
 _WRITE_AHEAD = 128 << 20
 """Bytes written before their sync is started."""
-_LOCK_TIMEOUT = 10.0
-"""Seconds to wait for the lock of a folder: other processes hold it for a few renames, unless they are stopped."""
-_log = logging.getLogger("midepoch")
 
 
 class LocalSource:
@@ -129,7 +123,7 @@ def create_file(path: Path) -> Iterator[LocalSink]:
 def open_file(folder: Path, name: str) -> Iterator[LocalSource]:
     """Open a regular file of a folder. Raises CheckpointDamagedError if it is not one, or is outside of the folder."""
     path = folder / name
-    if os.path.realpath(path.parent) != os.path.join(os.path.realpath(folder), os.path.dirname(name)).rstrip("/"):
+    if "/" in name and os.path.realpath(path.parent) != os.path.join(os.path.realpath(folder), os.path.dirname(name)):
         raise CheckpointDamagedError(f"{name} is outside of the folder of its step")
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | _NO_FOLLOW | _BINARY)
@@ -173,12 +167,6 @@ def write_at(fd: int, data: memoryview, offset: int) -> None:
         data, offset = data[written:], offset + written
 
 
-def signature(path: str) -> tuple[int, ...]:
-    """Return values that change when a file is replaced or written to."""
-    status = os.lstat(path)
-    return status.st_mode, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
-
-
 class Lock:
     """Lock of a folder. It is released when nothing refers to it, also after an interrupt before ``release``.
 
@@ -186,15 +174,10 @@ class Lock:
     """
 
     def __init__(self, fd: int | None) -> None:
-        self._fd, self._thread = fd, threading.get_ident()
+        self._fd = fd
         self._finalizer = None if fd is None else weakref.finalize(self, _unlock_and_close, fd, os.getpid())
         if self._finalizer is not None:
             self._finalizer.atexit = False
-
-    @property
-    def is_held_here(self) -> bool:
-        """True if the current thread holds it."""
-        return self._fd is not None and self._thread == threading.get_ident()
 
     def release(self) -> None:
         if self._fd is not None and self._finalizer is not None:
@@ -225,38 +208,6 @@ def try_lock(folder: Path) -> Lock | None:
         lock.release()
         return None if isinstance(problem, BlockingIOError) else NO_LOCKS
     return lock
-
-
-_held: weakref.WeakValueDictionary[str, Lock] = weakref.WeakValueDictionary()  # by folder: the lock of this process
-
-
-@contextmanager
-def folder_lock(folder: Path) -> Iterator[bool]:
-    """Lock for renames in a folder, held by one process at a time. Yields False after a timeout.
-
-    A signal handler that saves may interrupt a save that holds the lock. It does not wait for that save.
-    """
-    key = str(folder)
-    interrupts = (held := _held.get(key)) is not None and held.is_held_here
-    limit = time.monotonic() + (0.0 if interrupts else _LOCK_TIMEOUT)
-    while (lock := try_lock(folder)) is None and time.monotonic() < limit:
-        time.sleep(0.005)
-    if lock is None:
-        if not interrupts:
-            _log.warning(
-                "%s: another process has held the lock of the folder for %d s. Continuing without it; check whether a "
-                "process that saves there is stopped.",
-                folder,
-                _LOCK_TIMEOUT,
-            )
-        yield False
-        return
-    try:
-        if lock is not NO_LOCKS:
-            _held[key] = lock
-        yield True
-    finally:
-        lock.release()
 
 
 def sync(path: Path) -> None:

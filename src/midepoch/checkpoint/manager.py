@@ -20,7 +20,7 @@ from midepoch.checkpoint.manifest import Keep, Manifest, checked_metadata, parse
 from midepoch.checkpoint.matching import fit
 from midepoch.checkpoint.rendezvous import Members, Notes
 from midepoch.checkpoint.restoring import StepLoader
-from midepoch.checkpoint.store import open_store, read_manifests, retrying
+from midepoch.checkpoint.store import Steps, open_store
 from midepoch.distributed.runs import run_identity
 from midepoch.distributed.world import World, find_world
 from midepoch.errors import CheckpointDamagedError, CheckpointNotFoundError
@@ -95,14 +95,14 @@ class PipelineCheckpoint:
     ) -> None:
         if not isinstance(directory, (str, PathLike)):
             raise TypeError(f"PipelineCheckpoint takes a folder, such as 'checkpoints', got {directory!r:.60}")
-        self._store = open_store(directory, storage_options)
+        self._steps = Steps(open_store(directory, storage_options))
         self._keep = parse_keep(keep, "PipelineCheckpoint(keep=…)")
         self._given_world = (rank, world_size)
         self._backend_name, self._async, self._allow_pickle = backend, async_save, allow_pickle
         self._timeout = timeout
         self._backend = backend_named(backend, self._world, allow_pickle)
         self._background, self._snapshots = Background(), Snapshots()
-        self._members = Members(self._store.board, self._world)
+        self._members = Members(self._steps.store, self._world)
         self._damaged: set[tuple[int, int]] = set()  # (step, sequence) of steps that were found damaged when read
 
     if not TYPE_CHECKING:  # a type checker would allow every name
@@ -111,7 +111,7 @@ class PipelineCheckpoint:
             raise no_attribute("a PipelineCheckpoint", name, dir(type(self)), ATTRIBUTES)
 
     def __repr__(self) -> str:
-        return f"PipelineCheckpoint({self._store.name!r}, backend={self._backend_name!r}, async_save={self._async})"
+        return f"PipelineCheckpoint({self._steps.name!r}, backend={self._backend_name!r}, async_save={self._async})"
 
     @property
     def _world(self) -> World:
@@ -159,7 +159,7 @@ class PipelineCheckpoint:
                 self._background.start(f"saving step {number}", lambda: self._run(job, world, rules, memory))
         except BaseException as problem:
             if world.size > 1:
-                Notes(self._store.board, group).report_absence(world, problem)
+                Notes(self._steps.store, group).report_absence(world, problem)
             if earlier is not None:
                 raise problem from earlier
             raise
@@ -171,7 +171,7 @@ class PipelineCheckpoint:
 
     def _run(self, job: saving.SaveJob, world: World, rules: Keep, memory: dict[Any, Any]) -> None:
         try:
-            self._prune(saving.save(self._store, job, world, self._timeout, self._members), rules)
+            self._prune(saving.save(self._steps, job, world, self._timeout, self._members), rules)
         finally:
             self._snapshots.release(memory)
 
@@ -179,14 +179,14 @@ class PipelineCheckpoint:
         """Return the name of a rendezvous, equal on all ranks: each has been to as many of this purpose."""
         if world.size == 1:
             return purpose
-        key = (self._store.name, purpose, world.rank)
+        key = (self._steps.name, purpose, world.rank)
         _rendezvous[key] += 1
         return f"{purpose}-{_rendezvous[key]}{run_identity(world)}"
 
     def _next_step(self, world: World) -> int:
         if world.size > 1:
             raise ValueError("save(step=…) is required with several ranks: they must agree on it.")
-        return integer(max(self._store.steps(), default=0) + 1, "the next step")
+        return integer(max(self._steps.numbers(), default=0) + 1, "the next step")
 
     def _prune(self, manifests: list[Manifest], rules: Keep) -> None:
         """Remove the steps that no rule keeps, of those before the last commit and the step of that commit.
@@ -200,15 +200,14 @@ class PipelineCheckpoint:
             dropped = set(rules.dropped(intact, time.time()))
             for manifest in manifests:
                 if manifest.step in dropped:
-                    self._store.remove(manifest.step, only=manifest)
+                    self._steps.remove(manifest.step, only=manifest)
         except Exception as problem:  # the new step is saved: this is no reason to stop
-            _log.warning("old steps could not be removed from %s: %s", self._store.name, reason(problem))
+            _log.warning("old steps could not be removed from %s: %s", self._steps.name, reason(problem))
 
     def _is_intact(self, manifest: Manifest) -> bool:
         if (manifest.step, manifest.sequence) in self._damaged:
             return False
-        sizes = self._store.sizes(manifest)
-        return all(sizes.get(name) == sums.size for name, sums in manifest.files.items())
+        return self._steps.is_complete(manifest)
 
     # Restoring
 
@@ -233,7 +232,7 @@ class PipelineCheckpoint:
             loader = self._loader(pipeline, model, optimizer, extra, rng)
         except BaseException as problem:
             if world.size > 1:
-                Notes(self._store.board, group).report_absence(world, problem)
+                Notes(self._steps.store, group).report_absence(world, problem)
             raise
         try:
             loaded = loader.agreed_latest(group, self._timeout, self._members)
@@ -241,7 +240,7 @@ class PipelineCheckpoint:
             if world.size == 1 or problem.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
                 raise
             _log.warning(
-                "the ranks cannot meet in %s (%s): each finds the latest step itself", self._store.name, problem
+                "the ranks cannot meet in %s (%s): each finds the latest step itself", self._steps.name, problem
             )
             loaded = loader.latest()
         return None if loaded is None else loaded.restore(self._backend_of)
@@ -261,26 +260,26 @@ class PipelineCheckpoint:
         try:
             loaded = self._loader(pipeline, model, optimizer, extra, rng).load(manifest)
         except CheckpointDamagedError as problem:
-            raise CheckpointDamagedError(f"step {step} of {self._store.name}: {problem}.") from None
+            raise CheckpointDamagedError(f"step {step} of {self._steps.name}: {problem}.") from None
         return loaded.restore(self._backend_of)
 
     def _loader(
         self, pipeline: Any, model: Any, optimizer: Any, extra: Mapping[str, Any] | None, rng: bool
     ) -> StepLoader:
         contents = _contents(pipeline, model, optimizer, extra, rng)
-        return StepLoader(self._store, contents, self._world, self._allow_pickle, self._damaged)
+        return StepLoader(self._steps, contents, self._world, self._allow_pickle, self._damaged)
 
     def read(self, step: int, part: str, *, like: Any = None) -> Any:
         """Return the values of a part ("data", "model", "optimizer", the name of an extra) without restoring them.
 
         ``like``: a tree whose classes, libraries and devices they get, as a JAX tree of named tuples needs.
         """
-        found = restoring.Step(self._store, self.manifest(step), self._allow_pickle)
+        found = restoring.Step(self._steps, self.manifest(step), self._allow_pickle)
         is_model = part in ("model", "optimizer")
         if is_model and found.manifest.backend != "files":
             found.verify()
             backend = self._backend_of(found.manifest)
-            with self._store.local_copy(found.manifest) as folder:
+            with self._steps.store.local_copy(found.manifest) as folder:
                 tree = backend.read(folder / saving.BACKEND_PART, part, found.json)
         elif part == "data":
             tree = found.open(found.data_part(self._world)).read()
@@ -301,12 +300,12 @@ class PipelineCheckpoint:
     def steps(self) -> list[int]:
         """Return the numbers of all steps, in order."""
         self._background.wait()
-        return self._store.steps()
+        return self._steps.numbers()
 
     def latest_step(self) -> int | None:
         """Return the step that was saved last, or None. (Not always the largest number: a run may have gone back.)"""
         self._background.wait()
-        manifests, _ = retrying(self._store, lambda: read_manifests(self._store))
+        manifests, _ = self._steps.manifests()
         return manifests[-1].step if manifests else None
 
     def metadata(self, step: int) -> dict[str, Any]:
@@ -316,18 +315,18 @@ class PipelineCheckpoint:
     def manifest(self, step: int) -> Manifest:
         """Return everything about a step except its contents: time, world size, parts, sizes."""
         self._background.wait()
-        return restoring.named_manifest(self._store, integer(step, "step"))
+        return restoring.named_manifest(self._steps, integer(step, "step"))
 
     def verify(self, step: int) -> None:
         """Read all of a step; raises CheckpointDamagedError if anything differs from what was written."""
-        restoring.Step(self._store, self.manifest(step), self._allow_pickle).verify()
+        restoring.Step(self._steps, self.manifest(step), self._allow_pickle).verify()
 
     def delete(self, step: int) -> None:
         """Remove a step."""
         self._background.wait()
-        if integer(step, "delete") not in self._store.steps():
-            raise CheckpointNotFoundError(f"{self._store.name} has no step {step}.")
-        self._store.remove(step)
+        if integer(step, "delete") not in self._steps.numbers():
+            raise CheckpointNotFoundError(f"{self._steps.name} has no step {step}.")
+        self._steps.remove(step)
 
     def wait(self) -> None:
         """Wait until the save in the background has finished; raises its error."""

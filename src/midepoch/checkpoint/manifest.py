@@ -45,8 +45,8 @@ class Manifest:
     versions: Mapping[str, str] = field(default_factory=dict)
     parts: Mapping[str, Any] = field(default_factory=dict)
     """By name, the class that a part was saved from."""
-    folder: str = ""
-    """Folder of the files below the step, in an object store: every attempt to save has a folder of its own."""
+    place: str = field(default="", compare=False)
+    """Folder below the store that it was read from."""
 
     @property
     def nbytes(self) -> int:
@@ -55,7 +55,7 @@ class Manifest:
 
 _TYPES: dict[str, type] = {
     "step": int, "sequence": int, "time": float, "backend": str, "world_size": int, "files": dict, "metadata": dict,
-    "versions": dict, "parts": dict, "folder": str,
+    "versions": dict, "parts": dict,
 }  # fmt: skip
 """Types of the fields of a manifest in its JSON text."""
 
@@ -67,7 +67,8 @@ def to_bytes(manifest: Manifest) -> bytes:
         for name, sums in sorted(manifest.files.items())
     }
     saved = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(manifest.time))
-    content = {KEY: VERSION, "saved": saved, "piece": PIECE, **vars(manifest), "files": files}
+    fields = {name: getattr(manifest, name) for name in _TYPES}
+    content = {KEY: VERSION, "saved": saved, "piece": PIECE, **fields, "files": files}
     return _to_lines({**content, "sha256": _digest(content)}).encode()
 
 
@@ -97,8 +98,6 @@ def _parse(content: dict[str, Any]) -> Manifest:
     for name, expected in _TYPES.items():
         if type(content[name]) is not expected or (expected is int and not 0 <= content[name] < _LARGEST_INT):
             raise ValueError(f"{name} is {content[name]!r:.40}")
-    if content["folder"]:
-        _check_path(content["folder"])
     for path in content["files"]:
         _check_path(path)
     files = {name: _checksums(entry) for name, entry in content["files"].items()}

@@ -1,9 +1,8 @@
 """Store in an object store, where nothing can be renamed: the manifest, written last, is the commit.
 
-step_100/manifest.json        names the folder with the files of this step
-step_100/TOKEN/…              the files of one attempt
-.attempts/step_100.TOKEN      the process that makes the attempt
-.removals/step_100.TOKEN      the process that removes the step
+step_100/TOKEN/manifest.json  a step, if no other of its copies is newer
+step_100/TOKEN/…              its files
+step_100/TOKEN/claim          the process that makes or removes this copy
 .ranks/…                      notes between ranks
 
 The client is obstore. Objects appear complete or not at all, and a listing shows everything written before it. obstore
@@ -16,9 +15,7 @@ Errors of obstore are replaced: errors raised here have their text without crede
 from __future__ import annotations
 
 import json
-import logging
 import re
-import secrets
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -33,8 +30,8 @@ from midepoch.checkpoint import manifest as manifests
 from midepoch.checkpoint.disk import LocalSource, write_at
 from midepoch.checkpoint.files import FileSource, Sink, verify_file
 from midepoch.checkpoint.manifest import Manifest
-from midepoch.checkpoint.store import STALE, STEP, Board, Process, StepRemovedError
-from midepoch.errors import CheckpointDamagedError, CheckpointError, FetchError
+from midepoch.checkpoint.store import NUMBER, STALE, Copy, Object, Process
+from midepoch.errors import CheckpointDamagedError, FetchError
 from midepoch.storage.address import Address
 from midepoch.storage.addresses import check_endpoint, native_options
 from midepoch.storage.redaction import Secrets
@@ -48,11 +45,6 @@ _NAMES = {
     "endpoint_override": "endpoint",
     "anonymous": "skip_signature",
 }
-
-
-class Object(NamedTuple):
-    size: int
-    changed: float
 
 
 class _ObjectSink(NamedTuple):
@@ -90,12 +82,9 @@ class Objects:
         entries = self._call("list", prefix=below or None)
         return {entry["path"]: Object(entry["size"], entry["last_modified"].timestamp()) for entry in entries}
 
-    def size(self, name: str) -> int | None:
-        """Return the size of an object, or None if it does not exist."""
-        try:
-            return int(self._call("head", name)["size"])
-        except FileNotFoundError:
-            return None
+    def size(self, name: str) -> int:
+        """Return the size of an object. Raises FileNotFoundError."""
+        return int(self._call("head", name)["size"])
 
     def get(self, name: str) -> bytes | None:
         """Return a small object, or None if it does not exist."""
@@ -197,13 +186,9 @@ def _boto3_credentials() -> Any:
         return None
 
 
-_ATTEMPT = re.compile(r"step_(\d{1,19})/([0-9a-f]+)/")
-_MANIFEST = re.compile(STEP.pattern.removesuffix("\\Z") + "/" + re.escape(manifests.NAME) + "\\Z")
+_FILE = re.compile(rf"step_{NUMBER}/([0-9a-f]+)/(.+)\Z")
+_CLAIM = "claim"
 _PART_BYTES = 16 << 20
-_UNKNOWN = "?"
-_REMOVAL_TIMEOUT = 300.0
-"""Seconds that a commit waits for the removal of the same step: a few requests, each retried for two minutes."""
-_log = logging.getLogger("midepoch")
 
 
 class RemoteStore:
@@ -212,31 +197,14 @@ class RemoteStore:
     scratch_is_private = True
 
     def __init__(self, address: str, storage_options: Mapping[str, Any] | None = None) -> None:
-        self._objects = Objects(address, storage_options)
-        self.name = self._objects.name
-        self.board: Board = self._objects
-
-    def steps(self) -> list[int]:
-        return sorted({int(match[1]) for name in self._objects.list() if (match := _MANIFEST.match(name))})
-
-    def sizes(self, manifest: Manifest) -> dict[str, int]:
-        folder = f"step_{manifest.step}/{manifest.folder}/"
-        return {name.removeprefix(folder): entry.size for name, entry in self._objects.list(folder).items()}
-
-    def manifest(self, step: int) -> Manifest:
-        data = self._objects.get(_manifest_of(step))
-        if data is None:
-            raise StepRemovedError(f"{self.name} has no step {step}")
-        return manifests.from_bytes(data, step)
+        self._objects = objects = Objects(address, storage_options)
+        self.name, self.poll_interval = objects.name, objects.poll_interval
+        self.put, self.get, self.list, self.delete = objects.put, objects.get, objects.list, objects.delete
 
     @contextmanager
-    def source(self, manifest: Manifest, name: str) -> Iterator[FileSource]:
-        path = f"step_{manifest.step}/{manifest.folder}/{name}"
+    def source(self, place: str, name: str) -> Iterator[FileSource]:
+        path = f"{place}/{name}"
         size = self._objects.size(path)
-        if size is None:
-            if self._objects.size(_manifest_of(manifest.step)) is None:
-                raise StepRemovedError(f"step {manifest.step} has just been removed from {self.name}")
-            raise CheckpointDamagedError(f"{name} is missing")
         if not size or self._objects.has_ranges(path):
             yield _RemoteSource(self._objects, path, size)
             return
@@ -245,149 +213,75 @@ class RemoteStore:
                 file.write(part)
             yield LocalSource(file.fileno())
 
+    def sink(self, place: str, name: str) -> AbstractContextManager[Sink]:
+        return self._objects.writer(f"{place}/{name}")
+
+    @contextmanager
+    def scratch(self, place: str, name: str) -> Iterator[Path]:
+        with _temporary_folder() as folder:
+            yield folder / name
+            for path in sorted(path for path in (folder / name).rglob("*") if path.is_file()):
+                with path.open("rb") as file, self.sink(place, path.relative_to(folder).as_posix()) as sink:
+                    while data := file.read(_PART_BYTES):
+                        sink.write(memoryview(data))
+
     @contextmanager
     def local_copy(self, manifest: Manifest) -> Iterator[Path]:
         with _temporary_folder() as folder:
             for name, sums in manifest.files.items():
                 target = folder / name
                 target.parent.mkdir(parents=True, exist_ok=True)
-                with self.source(manifest, name) as source, target.open("wb") as file:
+                with self.source(manifest.place, name) as source, target.open("wb") as file:
                     verify_file(source, sums, name, partial(write_at, file.fileno()))
             yield folder
 
-    def begin(self, step: int, token: str) -> None:
-        self._sweep()
-        self._claim(_claim_of(step, token))
+    def copies(self, step: int | None = None) -> Sequence[Copy]:
+        copies: dict[str, Copy] = {}
+        for name, entry in self._objects.list("" if step is None else f"step_{step}").items():
+            if match := _FILE.match(name):
+                place = self.attempt(int(match[1]), match[2])
+                copy = copies.setdefault(place, Copy(int(match[1]), place, None))
+                if match[3] == manifests.NAME:
+                    copies[place] = copy._replace(signature=tuple(entry))
+        return tuple(copies.values())
 
-    def _claim(self, note: str) -> None:
-        self._objects.put(note, json.dumps(Process.current()).encode())
+    def attempt(self, step: int, token: str) -> str:
+        return f"step_{step}/{token}"
 
-    def sink(self, step: int, token: str, name: str) -> AbstractContextManager[Sink]:
-        return self._objects.writer(f"step_{step}/{token}/{name}")
+    def claim(self, step: int, token: str) -> None:
+        self._claim(self.attempt(step, token))
 
-    @contextmanager
-    def scratch(self, step: int, token: str, part: str) -> Iterator[Path]:
-        with _temporary_folder() as folder:
-            yield folder / part
-            for path in sorted(path for path in (folder / part).rglob("*") if path.is_file()):
-                name = path.relative_to(folder).as_posix()
-                with path.open("rb") as file, self.sink(step, token, name) as sink:
-                    while data := file.read(_PART_BYTES):
-                        sink.write(memoryview(data))
+    def _claim(self, place: str) -> None:
+        self._objects.put(f"{place}/{_CLAIM}", json.dumps(Process.current()).encode())
 
-    def folder_of(self, token: str) -> str:
-        return token
+    def commit(self, step: int, token: str, manifest: bytes) -> str:
+        place = self.attempt(step, token)
+        self._objects.put(f"{place}/{manifests.NAME}", manifest)
+        return place
 
-    def commit(self, step: int, token: str, manifest: bytes) -> None:
-        before = {match[2] for name in self._objects.list(f"step_{step}") if (match := _ATTEMPT.match(name))}
-        self._await_removals(step)
-        self._objects.put(_manifest_of(step), manifest)
-        try:
-            self._objects.delete([_claim_of(step, token)])
-            self._remove_replaced(step, token, before - {token})
-        except (FetchError, CheckpointError) as problem:  # the step is committed; a sweep removes the rest
-            _log.warning("%s: the previous contents of step %d could not be removed: %s", self.name, step, problem)
+    def release(self, step: int, token: str) -> None:
+        self._objects.delete([f"{self.attempt(step, token)}/{_CLAIM}"])
 
-    def _remove_replaced(self, step: int, token: str, others: set[str]) -> None:
-        """Remove the earlier attempts of a step, unless one of them is the step again."""
-        for other in others:
-            being_made = self._objects.size(_claim_of(step, other)) is not None
-            if not being_made and self._current_token(step) == token:
-                self._objects.delete(list(self._objects.list(f"step_{step}/{other}")))
+    def withdraw(self, copy: Copy) -> Copy:
+        return copy  # no two copies have the same name
 
-    def abandon(self, step: int, token: str) -> None:
-        """Remove an attempt unless it may have become the step: the response to a successful request can get lost."""
-        with suppress(Exception):
-            if self._current_token(step) not in (token, _UNKNOWN):
-                self._objects.delete([*self._objects.list(f"step_{step}/{token}"), _claim_of(step, token)])
+    def settle(self, copy: Copy) -> None:
+        pass
 
-    def remove(self, step: int, only: Manifest | None = None) -> bool:
-        """Remove a step. A removal writes its claim, then looks for attempts; a commit has written its claim, then
-        looks for removals.
+    def discard(self, copy: Copy) -> None:
+        if copy.signature is not None:
+            self._claim(copy.place)  # so that other processes can continue if this one dies in between
+            self._objects.delete([f"{copy.place}/{manifests.NAME}"])
+        files = self._objects.list(copy.place)
+        self._objects.delete([name for name in files if not name.endswith(f"/{_CLAIM}")])
+        self._objects.delete([f"{copy.place}/{_CLAIM}"])
 
-        One of the two sees the other, without a lock: a removal gives way, a commit waits.
-        """
-        removal = f".removals/step_{step}.{secrets.token_hex(8)}"
-        self._claim(removal)
-        try:
-            being_made = {name.rsplit(".", 1)[1] for name in self._alive(_claim_of(step, ""))}
-            if only is not None and (being_made or self._current_token(step) != only.folder):
-                return False
-            names = self._objects.list(f"step_{step}")
-            files = {name: match[2] for name in names if (match := _ATTEMPT.match(name))}
-            files = {name: token for name, token in files.items() if token not in being_made}
-            claims = [_claim_of(step, token) for token in set(files.values())]
-            for claim in claims:  # so that other processes can sweep if this one dies in between
-                self._claim(claim)
-            self._objects.delete([_manifest_of(step)])  # from here on the step does not exist
-        finally:
-            self._objects.delete([removal])
-        self._objects.delete([*files, *claims])
-        return _manifest_of(step) in names
-
-    def _alive(self, prefix: str) -> list[str]:
-        """Return the claims whose process is not known to be dead."""
-        claims = self._objects.list(prefix.split("/", 1)[0])  # a prefix ends with a folder
-        return [name for name in claims if name.startswith(prefix) and not self._is_dead(name)]
-
-    def _await_removals(self, step: int) -> None:
-        limit = time.monotonic() + _REMOVAL_TIMEOUT
-        while removals := self._alive(f".removals/step_{step}."):
-            if time.monotonic() > limit:
-                _log.warning(
-                    "%s: another process has been removing step %d for %d s. It is taken for dead.",
-                    self.name,
-                    step,
-                    _REMOVAL_TIMEOUT,
-                )
-                self._objects.delete(removals)
-                return
-            time.sleep(0.2)
-
-    def _sweep(self) -> None:
-        """Remove attempts of dead processes, and objects without a claim that are unchanged for a day."""
-        names = self._objects.list()
-        removals = [name for name in names if name.startswith(".removals/")]
-        stale = time.time() - STALE
-        self._objects.delete([name for name in removals if names[name].changed < stale or self._is_dead(name)])
-        attempts: dict[tuple[str, str], list[str]] = {}
-        for name in names:
-            if match := _ATTEMPT.match(name):
-                attempts.setdefault((match[1], match[2]), []).append(name)
-            elif name.startswith(".attempts/step_"):
-                step, _, token = name.removeprefix(".attempts/step_").partition(".")
-                attempts.setdefault((step, token), [])
-        for (step, token), files in attempts.items():
-            claim = _claim_of(step, token)
-            youngest = max(names[name].changed for name in [*files, claim] if name in names)
-            if not (youngest < stale or (claim in names and self._is_dead(claim))):
-                continue
-            current = self._current_token(step)
-            if current not in (token, _UNKNOWN):
-                self._objects.delete([*files, claim])
-            elif current == token and claim in names:
-                self._objects.delete([claim])  # killed right after its commit
-
-    def _current_token(self, step: int | str) -> str | None:
-        """Return the token of the attempt that is the step; None if there is none, _UNKNOWN if it cannot be read."""
-        try:
-            return self.manifest(int(step)).folder
-        except StepRemovedError:
-            return None
-        except CheckpointError:  # damaged, or of a newer version: nothing of it is touched
-            return _UNKNOWN
-
-    def _is_dead(self, claim: str) -> bool:
-        data = self._objects.get(claim)
-        return data is not None and Process(*json.loads(data)).is_dead()
-
-
-def _manifest_of(step: int | str) -> str:
-    return f"step_{step}/{manifests.NAME}"
-
-
-def _claim_of(step: int | str, token: str) -> str:
-    return f".attempts/step_{step}.{token}"
+    def retire(self, copy: Copy) -> None:
+        claim = self._objects.get(f"{copy.place}/{_CLAIM}")
+        is_dead = claim is not None and Process(*json.loads(claim)).is_dead()
+        changed = [entry.changed for entry in self._objects.list(copy.place).values()]
+        if is_dead or max(changed, default=0.0) < time.time() - STALE:
+            self.discard(copy)
 
 
 class _RemoteSource:

@@ -1,4 +1,4 @@
-"""Rendezvous of the ranks of a run, through notes on a board: the checkpoint folder, which every rank sees.
+"""Rendezvous of the ranks of a run, through notes in the checkpoint folder, which every rank sees.
 
 It uses no collectives: it works in a thread, under any launcher, and no rank waits indefinitely for one that has died.
 
@@ -32,7 +32,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from midepoch._internal.values import reason
-from midepoch.checkpoint.store import STALE, Board, Process
+from midepoch.checkpoint.store import STALE, Process, Store
 from midepoch.distributed.runs import run_identity
 from midepoch.distributed.world import World
 from midepoch.errors import CheckpointError
@@ -65,22 +65,23 @@ class RankError(CheckpointError):
 class Notes:
     """Notes of the ranks that meet under one name."""
 
-    board: Board
+    store: Store
     group: str
 
     def put(self, name: str, **content: Any) -> None:
         note = {"process": Process.current(), "time": time.time(), **content}
-        self.board.put(f"{_FOLDER}/{self.group}/{name}", json.dumps(note).encode())
+        self.store.put(f"{_FOLDER}/{self.group}/{name}", json.dumps(note).encode())
 
     def get(self, name: str) -> dict[str, Any]:
         """Return a note; an empty dict if it does not exist."""
-        return _read(self.board, f"{_FOLDER}/{self.group}/{name}")
+        return _read(self.store, f"{_FOLDER}/{self.group}/{name}")
 
     def names(self) -> list[str]:
-        return sorted(path.rsplit("/", 1)[1] for path in self.board.list(f"{_FOLDER}/{self.group}"))
+        names = (path.rsplit("/", 1)[1] for path in self.store.list(f"{_FOLDER}/{self.group}"))
+        return sorted(name for name in names if not name.startswith("."))  # without files that are being written
 
     def remove(self, names: Iterable[str]) -> None:
-        self.board.delete([f"{_FOLDER}/{self.group}/{name}" for name in names])
+        self.store.delete([f"{_FOLDER}/{self.group}/{name}" for name in names])
 
     def dismiss(self) -> None:
         """Stop the wait of all ranks without a message, which needs no space."""
@@ -110,14 +111,14 @@ class Notes:
 class Members:
     """Processes of the ranks, as far as they are known: if one on this machine dies before it arrives, that is noticed.
 
-    A rank is known from its last rendezvous. Until its first one, a note on the board names its process.
+    A rank is known from its last rendezvous. Until its first one, a note names its process.
     """
 
-    def __init__(self, board: Board, world: World) -> None:
+    def __init__(self, store: Store, world: World) -> None:
         self._processes: dict[int, Process] = {}
-        self._notes, self._own = Notes(board, ""), ""
+        self._notes, self._own = Notes(store, ""), ""
         if world.size > 1:
-            self._notes = Notes(board, f"present{run_identity(world)}")
+            self._notes = Notes(store, f"present{run_identity(world)}")
             self._own = f"present-{world.rank}-{secrets.token_hex(8)}"
             with suppress(Exception):  # a rank that only reads may have no access
                 self._notes.put(self._own)
@@ -163,7 +164,7 @@ class _Member:
         self._was_listed = is_listed
 
     def _backoff(self) -> Backoff:
-        return Backoff(self.timeout, self.notes.board.poll_interval)
+        return Backoff(self.timeout, self.notes.store.poll_interval)
 
 
 @dataclass
@@ -198,7 +199,7 @@ class Leader(_Member):
             if missing and not backoff.pause(waiting):
                 raise RankError(
                     f"rank {_first(missing)} of {size} did not come to {group} within {self.timeout:g} s: it has died, "
-                    f"is at another step, or does not see {self.notes.board.name}."
+                    f"is at another step, or does not see {self.notes.store.name}."
                 )
         self.members.arrived()
         return {rank: note["payload"] for rank, (_, note) in self._present.items()}
@@ -245,8 +246,8 @@ class Leader(_Member):
         """Publish the outcome, and remove the notes of dead processes."""
         self.notes.remove(f"{topic}-{self.token}" for topic in ("leader", "go"))
         self.notes.put(f"outcome-{self.token}", **outcome)
-        board = self.notes.board
-        board.delete([path for path in board.list(_FOLDER) if _is_stale(_read(board, path))])
+        store = self.notes.store
+        store.delete([path for path in store.list(_FOLDER) if _is_stale(_read(store, path))])
 
     def fail(self, problem: BaseException, free: Callable[[], None]) -> None:
         """Publish an error: if it cannot be written, after ``free`` has made space, or else by removing notes."""
@@ -328,7 +329,7 @@ class Follower(_Member):
                 if not backoff.pause(f"{group}: rank {self.world.rank} waits for rank 0 to {action}"):
                     raise RankError(
                         f"rank 0 did not {action} within {self.timeout:g} s ({group}): it has died, is at another "
-                        f"step, or does not see {self.notes.board.name}."
+                        f"step, or does not see {self.notes.store.name}."
                     )
         except RankError:
             self._leave()
@@ -400,9 +401,9 @@ def parse_name(name: str) -> tuple[str, int, str]:
     return topic, int(rank) if rank.isdigit() else -1, number
 
 
-def _read(board: Board, path: str) -> dict[str, Any]:
+def _read(store: Store, path: str) -> dict[str, Any]:
     try:
-        note: dict[str, Any] = json.loads(board.get(path) or b"{}")
+        note: dict[str, Any] = json.loads(store.get(path) or b"{}")
     except ValueError:  # after a power loss
         return {}
     return note

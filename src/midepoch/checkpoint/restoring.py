@@ -14,7 +14,7 @@ from midepoch.checkpoint.backends import Backend, Restorable
 from midepoch.checkpoint.manifest import Manifest, checked_name
 from midepoch.checkpoint.rendezvous import Follower, Leader, Members, Notes, lead
 from midepoch.checkpoint.saving import BACKEND_PART, Contents, rank_part
-from midepoch.checkpoint.store import CheckpointStore, StepRemovedError, read_manifests, retrying
+from midepoch.checkpoint.store import StepRemovedError, Steps
 from midepoch.checkpoint.tensor_files import StoredArray, StoredTree, find_arrays
 from midepoch.checkpoint.tree import array_specs
 from midepoch.distributed.world import World
@@ -32,7 +32,7 @@ _log = logging.getLogger("midepoch")
 class Step:
     """A step and its files. Everything that is read is verified, or CheckpointDamagedError is raised."""
 
-    store: CheckpointStore
+    steps: Steps
     manifest: Manifest
     allow_pickle: bool
 
@@ -40,7 +40,7 @@ class Step:
         """Read every file; the error has the name of the first damaged one."""
         for name, sums in self.manifest.files.items():
             if name not in besides:
-                with self.store.source(self.manifest, name) as source:
+                with self.steps.source(self.manifest, name) as source:
                     files.verify_file(source, sums, name)
 
     def has(self, part: str) -> bool:
@@ -53,7 +53,7 @@ class Step:
             parts = ", ".join(sorted(map(str, self.manifest.parts))) or "nothing"
             raise CheckpointNotFoundError(f"step {self.manifest.step} was saved without {part}. It has: {parts}.")
         try:
-            with self.store.source(self.manifest, name) as source:
+            with self.steps.source(self.manifest, name) as source:
                 return json.loads(bytes(files.read_verified(source, self.manifest.files[name], name)))
         except (ValueError, RecursionError) as problem:
             raise CheckpointDamagedError(f"{name} cannot be read: {problem!r:.200}") from None
@@ -67,7 +67,7 @@ class Step:
             name = f"{part}.safetensors"
             if name not in self.manifest.files:
                 raise CheckpointDamagedError(f"{name} is missing")
-            with self.store.source(self.manifest, name) as source:
+            with self.steps.source(self.manifest, name) as source:
                 verified = disk.verify_and_reopen(source, self.manifest.files[name], name)
             arrays = find_arrays(verified, specs.items())
         return StoredTree(tree, arrays, self.allow_pickle)
@@ -130,7 +130,7 @@ class LoadedStep:
             self._restore_all([])
             return manifest.step
         backend = backend_of(manifest)
-        with self.step.store.local_copy(manifest) as folder:
+        with self.step.steps.store.local_copy(manifest) as folder:
             self._restore_all(backend.load(folder / BACKEND_PART, self.models, self.step.json))
         return manifest.step
 
@@ -179,7 +179,7 @@ class StepLoader:
     The (step, sequence) of steps that are found damaged are added to ``damaged``.
     """
 
-    store: CheckpointStore
+    steps: Steps
     targets: Contents
     world: World
     allow_pickle: bool
@@ -187,7 +187,7 @@ class StepLoader:
 
     def load(self, manifest: Manifest) -> LoadedStep:
         """Read the parts of a step for the targets, and verify all of it. Raises CheckpointDamagedError."""
-        step = Step(self.store, manifest, self.allow_pickle)
+        step = Step(self.steps, manifest, self.allow_pickle)
         seen: set[str] = set()
 
         def opened(part: str) -> StoredTree:
@@ -216,7 +216,7 @@ class StepLoader:
         if self.world.size == 1:
             return self.latest()
         members.forget()
-        notes = Notes(self.store.board, group)
+        notes = Notes(self.steps.store, group)
         if self.world.rank:
             follower = Follower(notes, self.world, timeout, members)
             try:
@@ -225,7 +225,7 @@ class StepLoader:
                 follower.fail(problem)
                 raise
             step = follower.outcome()["step"]
-            return None if step is None else self.load(named_manifest(self.store, step))
+            return None if step is None else self.load(named_manifest(self.steps, step))
         leader = Leader(notes, self.world, timeout, members, secrets.token_hex(8))
 
         def action() -> tuple[int | None, LoadedStep | None]:
@@ -237,10 +237,10 @@ class StepLoader:
 
     def latest(self) -> LoadedStep | None:
         """Return the newest step that is not damaged. Damaged ones are logged; raises if all are."""
-        return retrying(self.store, self._latest)
+        return self.steps.retrying(self._latest)
 
     def _latest(self) -> LoadedStep | None:
-        manifests, errors = read_manifests(self.store)
+        manifests, errors = self.steps.manifests()
         problems = [f"step {step}: {error}" for step, error in errors.items() if _is_damage(error)]
         newer = {step: error for step, error in errors.items() if not _is_damage(error)}
         for manifest in reversed(manifests):
@@ -249,19 +249,19 @@ class StepLoader:
             try:
                 loaded = self.load(manifest)
             except CheckpointDamagedError as problem:
-                if self.store.manifest(manifest.step) != manifest:  # saved again by another process meanwhile
+                if self.steps.manifest(manifest.step) != manifest:  # saved again by another process meanwhile
                     raise StepRemovedError(f"step {manifest.step} was saved again") from None
                 problems.append(f"step {manifest.step}: {problem}")
                 self.damaged.add((manifest.step, manifest.sequence))
                 continue
             for text in problems:
-                _log.error("%s: %s. Falling back to step %d.", self.store.name, text, manifest.step)
+                _log.error("%s: %s. Falling back to step %d.", self.steps.name, text, manifest.step)
             return loaded
         if newer:
             raise newer[max(newer)]
         if problems:
             raise CheckpointDamagedError(
-                f"no step of {self.store.name} can be restored: {'; '.join(problems)}. "
+                f"no step of {self.steps.name} can be restored: {'; '.join(problems)}. "
                 "To start from the beginning, use another folder."
             )
         return None
@@ -272,15 +272,15 @@ def _is_damage(error: CheckpointError) -> bool:
     return isinstance(error, CheckpointDamagedError)
 
 
-def named_manifest(store: CheckpointStore, step: int) -> Manifest:
+def named_manifest(steps: Steps, step: int) -> Manifest:
     """Return the manifest of a step; errors name the steps that exist, or the folder."""
     try:
-        return store.manifest(step)
+        return steps.manifest(step)
     except CheckpointNotFoundError as problem:
-        steps = ", ".join(map(str, store.steps()[-8:])) or "none"
-        raise CheckpointNotFoundError(f"{problem}. Existing steps: {steps}.") from None
+        existing = ", ".join(map(str, steps.numbers()[-8:])) or "none"
+        raise CheckpointNotFoundError(f"{problem}. Existing steps: {existing}.") from None
     except CheckpointDamagedError as problem:
-        raise CheckpointDamagedError(f"step {step} of {store.name}: {problem}.") from None
+        raise CheckpointDamagedError(f"step {step} of {steps.name}: {problem}.") from None
 
 
 def _undo(pipeline: Any) -> Callable[[], None]:

@@ -21,7 +21,7 @@ from midepoch.checkpoint.backends import Backend
 from midepoch.checkpoint.files import Checksums, ChecksumSink, SideThread, file_checksums
 from midepoch.checkpoint.manifest import Manifest
 from midepoch.checkpoint.rendezvous import Follower, Leader, Members, Notes, lead
-from midepoch.checkpoint.store import CheckpointStore, read_manifests, retrying
+from midepoch.checkpoint.store import Steps
 from midepoch.checkpoint.tensor_files import write_arrays
 from midepoch.checkpoint.tree import INLINE, EncodedTree, encode
 from midepoch.distributed.keyvalue import differences
@@ -129,22 +129,22 @@ def common_state(state: Any, is_global: bool) -> Any:
     return state if is_global else None
 
 
-def save(store: CheckpointStore, job: SaveJob, world: World, timeout: float, members: Members) -> list[Manifest]:
+def save(steps: Steps, job: SaveJob, world: World, timeout: float, members: Members) -> list[Manifest]:
     """Write and commit a step; return on rank 0 the manifests of all steps, this one last.
 
     Raises CheckpointSaveError; earlier steps are unchanged. KeyboardInterrupt is raised as such, also if a library has
     replaced it with another error.
     """
     started = time.monotonic()
-    notes = Notes(store.board, job.group)
+    notes = Notes(steps.store, job.group)
     handled = sys.exc_info()[1]  # of a caller that saves while it handles an interrupt
     try:
         if world.rank:
-            _follow(store, job, Follower(notes, world, timeout, members))
+            _follow(steps, job, Follower(notes, world, timeout, members))
             return []
         token = secrets.token_hex(8)
         leader = Leader(notes, world, timeout, members, token) if world.size > 1 else None
-        committed = _lead(store, job, world, token, leader)
+        committed = _lead(steps, job, world, token, leader)
     except CheckpointSaveError:
         raise
     except Exception as problem:
@@ -152,10 +152,10 @@ def save(store: CheckpointStore, job: SaveJob, world: World, timeout: float, mem
             raise interrupt from None
         cause = reason(problem).rstrip(".")
         raise CheckpointSaveError(
-            f"step {job.step} was not saved to {store.name}: {cause}. {_describe_steps(store)}"
+            f"step {job.step} was not saved to {steps.name}: {cause}. {_describe_steps(steps)}"
         ) from problem
     seconds = time.monotonic() - started
-    _log.info("saved step %d: %.1f MB in %.2f s to %s", job.step, committed[-1].nbytes / 1e6, seconds, store.name)
+    _log.info("saved step %d: %.1f MB in %.2f s to %s", job.step, committed[-1].nbytes / 1e6, seconds, steps.name)
     return committed
 
 
@@ -168,27 +168,29 @@ def _causing_interrupt(problem: BaseException | None, handled: BaseException | N
     return None
 
 
-def _describe_steps(store: CheckpointStore) -> str:
+def _describe_steps(steps: Steps) -> str:
     try:
-        steps = store.steps()
+        numbers = steps.numbers()
     except Exception:
         return "Earlier steps are unchanged."
-    return f"Earlier steps are unchanged ({len(steps)}, up to {steps[-1]})." if steps else "There are no earlier steps."
+    if not numbers:
+        return "There are no earlier steps."
+    return f"Earlier steps are unchanged ({len(numbers)}, up to {numbers[-1]})."
 
 
-def _lead(store: CheckpointStore, job: SaveJob, world: World, token: str, leader: Leader | None) -> list[Manifest]:
+def _lead(steps: Steps, job: SaveJob, world: World, token: str, leader: Leader | None) -> list[Manifest]:
     def action() -> tuple[int, list[Manifest]]:
-        store.begin(job.step, token)
+        steps.begin(job.step, token)
         if leader is not None:
             _compare(job, leader.admit())
             if job.write_arrays is not None:
                 leader.go()
-        files = _write(store, job, token, world)
+        files = _write(steps, job, token, world)
         if leader is not None:
             for payload in leader.gather().values():
                 files |= {name: Checksums(size, tuple(crc32)) for name, (size, crc32) in payload.items()}
         # Only steps that exist before the commit may be pruned after it.
-        existing, _ = retrying(store, lambda: read_manifests(store))
+        existing, _ = steps.manifests()
         new = Manifest(
             job.step,
             max((manifest.sequence for manifest in existing), default=0) + 1,
@@ -199,20 +201,19 @@ def _lead(store: CheckpointStore, job: SaveJob, world: World, token: str, leader
             job.metadata,
             _versions(),
             job.classes,
-            store.folder_of(token),
         )
-        store.commit(job.step, token, manifests.to_bytes(new))
+        new = steps.commit(token, new)
         return job.step, [*(manifest for manifest in existing if manifest.step != job.step), new]
 
-    return lead(leader, action, lambda: store.abandon(job.step, token))
+    return lead(leader, action, lambda: steps.abandon(job.step, token))
 
 
-def _follow(store: CheckpointStore, job: SaveJob, follower: Follower) -> None:
+def _follow(steps: Steps, job: SaveJob, follower: Follower) -> None:
     try:
         token = follower.join(job.state)
         if job.write_arrays is not None:
             follower.wait_for_go()
-        files = _write(store, job, token, follower.world)
+        files = _write(steps, job, token, follower.world)
         follower.done({name: (sums.size, sums.crc32) for name, sums in files.items()})
     except BaseException as problem:
         follower.fail(problem)
@@ -258,28 +259,29 @@ def _describe(state: Any) -> str:
     return "no pipeline" if state is None else f"{state!r:.200}"
 
 
-def _write(store: CheckpointStore, job: SaveJob, token: str, world: World) -> dict[str, Checksums]:
+def _write(steps: Steps, job: SaveJob, token: str, world: World) -> dict[str, Checksums]:
     """Write the files of this rank; return their checksums by name."""
     written: dict[str, Checksums] = {}
     if job.write_arrays is not None:  # first: all ranks do so together, and one that failed before would be missing
-        written |= _write_backend(store, job, token, world)
+        written |= _write_backend(steps, job, token, world)
     for part, encoded in job.parts.items():
-        with store.sink(job.step, token, f"{part}.json") as sink:
+        with steps.sink(job.step, token, f"{part}.json") as sink:
             summing = ChecksumSink(sink)
             summing.write(memoryview(json.dumps(encoded.json, allow_nan=False).encode()))
             written[f"{part}.json"] = summing.checksums
         if encoded.arrays:
-            with closing(SideThread("sum")) as thread, store.sink(job.step, token, f"{part}.safetensors") as sink:
+            with closing(SideThread("sum")) as thread, steps.sink(job.step, token, f"{part}.safetensors") as sink:
                 summing = ChecksumSink(sink, thread)
                 write_arrays(summing, encoded.arrays)
                 written[f"{part}.safetensors"] = summing.checksums
     return written
 
 
-def _write_backend(store: CheckpointStore, job: SaveJob, token: str, world: World) -> dict[str, Checksums]:
+def _write_backend(steps: Steps, job: SaveJob, token: str, world: World) -> dict[str, Checksums]:
     """Let the backend write. In a folder that ranks share, rank 0 lists the files of all."""
     assert job.write_arrays is not None
-    with store.scratch(job.step, token, BACKEND_PART) as folder:
+    store = steps.store
+    with store.scratch(store.attempt(job.step, token), BACKEND_PART) as folder:
         job.write_arrays(folder)
         if world.rank and not store.scratch_is_private:
             return {}

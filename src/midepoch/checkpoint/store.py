@@ -1,29 +1,39 @@
-"""Stores of checkpoints: the interface of a folder on a disk (``local.py``) or in an object store (``remote.py``).
+"""Steps in a store: how they are listed, committed, replaced, removed and recovered, on a disk and in an object store.
 
-A step is saved in an attempt, which has a token of its own. ``commit`` turns the attempt into a step atomically:
-before it nobody sees the attempt, after it the step is complete.
+A copy is the files of one save of a step, in a folder of its own. Its manifest is written last: a copy with a manifest
+is committed, and never changes again. The step is the newest of its committed copies. Therefore
+
+- a commit is one atomic act of the store: a rename (``local.py``), or one PUT of the manifest (``remote.py``);
+- a step is replaced by committing another copy; the older one is discarded afterwards;
+- a step is removed by removing its copies, so that a copy that another process commits meanwhile stays, without a lock;
+- a killed process leaves copies without a manifest, or older copies: the next save discards them.
 """
 
 from __future__ import annotations
 
+import logging
 import os
-import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeVar
 from urllib.parse import unquote
 
 from midepoch._internal.processes import machine, started
+from midepoch._internal.values import reason
+from midepoch.checkpoint import manifest as manifests
 from midepoch.checkpoint.files import FileSource, Sink
 from midepoch.checkpoint.manifest import Manifest
-from midepoch.errors import CheckpointError, CheckpointNotFoundError
+from midepoch.errors import CheckpointDamagedError, CheckpointError, CheckpointNotFoundError, FetchError
 from midepoch.storage.address import refuse_lost_slash
 
-STEP = re.compile(r"step_(0|[1-9][0-9]{0,18})\Z")
+NUMBER = "(0|[1-9][0-9]{0,18})"
+"""Pattern of the number of a step in a name."""
 STALE = 24 * 3600.0
-"""Seconds after which an attempt of a process on another machine counts as dead."""
+"""Seconds after which an attempt counts as dead where nothing is known of its process."""
 _ATTEMPTS = 100
+_log = logging.getLogger("midepoch")
 T = TypeVar("T")
 
 
@@ -31,71 +41,92 @@ class StepRemovedError(CheckpointNotFoundError):
     """A step that does not exist, or no longer."""
 
 
-class Board(Protocol):
-    """Small objects through which ranks meet: written atomically, visible to all after a moment."""
+class Object(NamedTuple):
+    """Description of a file or object."""
+
+    size: int
+    changed: float
+
+
+class Copy(NamedTuple):
+    """Files of one save of a step."""
+
+    step: int
+    place: str
+    """Folder below the store."""
+    signature: tuple[Any, ...] | None
+    """Values that change when the manifest is written again, empty if it is lost; None if the copy is not committed."""
+
+    @property
+    def is_withdrawn(self) -> bool:
+        """True if it counts as the step only as long as there is no other copy."""
+        return self.place.startswith(".")
+
+
+class Store(Protocol):
+    """Folder on a disk or in an object store. Problems with it are raised as OSError or FetchError.
+
+    Names are paths below it. A file is written atomically and is visible to all processes after a moment.
+    """
 
     name: str
     poll_interval: float  # longest pause in seconds between two looks
+    scratch_is_private: bool  # each rank has a scratch folder of its own
 
     def put(self, name: str, data: bytes) -> None: ...
 
     def get(self, name: str) -> bytes | None: ...
 
-    def list(self, below: str) -> Iterable[str]:
-        """Return the names of all objects below a name."""
+    def list(self, below: str) -> dict[str, Object]:
+        """Return all files below a folder, by their names."""
 
-    def delete(self, names: Sequence[str]) -> None: ...
+    def delete(self, names: Sequence[str]) -> None:
+        """Remove the files that exist."""
 
+    def source(self, place: str, name: str) -> AbstractContextManager[FileSource]:
+        """Open a file of a copy. FileNotFoundError, or CheckpointDamagedError if it is not a regular file."""
 
-class CheckpointStore(Protocol):
-    """Folder of checkpoints. Problems with the folder itself are raised as OSError or FetchError."""
+    def sink(self, place: str, name: str) -> AbstractContextManager[Sink]:
+        """Create a file of a copy: durable when the context is left."""
 
-    name: str
-    board: Board
-    scratch_is_private: bool  # each rank has a scratch folder of its own
-
-    def steps(self) -> list[int]:
-        """Return the numbers of all steps, in order."""
-
-    def manifest(self, step: int) -> Manifest:
-        """Raises CheckpointNotFoundError, CheckpointDamagedError, or CheckpointError if it is of a newer version."""
-
-    def source(self, manifest: Manifest, name: str) -> AbstractContextManager[FileSource]:
-        """Open a file of a step. Raises CheckpointDamagedError if it is missing or not a regular file."""
-
-    def sizes(self, manifest: Manifest) -> dict[str, int]:
-        """Return the sizes of the files of a step that exist, without reading them."""
+    def scratch(self, place: str, name: str) -> AbstractContextManager[Path]:
+        """Folder of a copy for another library to create and fill: durable when the context is left."""
 
     def local_copy(self, manifest: Manifest) -> AbstractContextManager[Path]:
-        """Folder of this machine with all files of a step."""
+        """Folder of this machine with all files of a committed copy."""
 
-    def begin(self, step: int, token: str) -> None:
-        """Start an attempt, after removing the leftovers of dead processes."""
+    def copies(self, step: int | None = None) -> Sequence[Copy]:
+        """Return all copies, or those of a step."""
 
-    def sink(self, step: int, token: str, name: str) -> AbstractContextManager[Sink]:
-        """Create a file of an attempt: durable when the context is left."""
+    def attempt(self, step: int, token: str) -> str:
+        """Return the folder of a copy that is being made."""
 
-    def scratch(self, step: int, token: str, part: str) -> AbstractContextManager[Path]:
-        """Folder for another library to create and fill: its files are durable when the context is left."""
+    def claim(self, step: int, token: str) -> None:
+        """Create a copy that belongs to this process."""
 
-    def folder_of(self, token: str) -> str:
-        """Return the folder of an attempt's files below their step; empty for the step itself."""
+    def commit(self, step: int, token: str, manifest: bytes) -> str:
+        """Turn a copy into the step of that number, in one act that others see completely or not at all.
 
-    def commit(self, step: int, token: str, manifest: bytes) -> None:
-        """Turn the attempt into the step of that number, in place of an existing one."""
-
-    def abandon(self, step: int, token: str) -> None:
-        """Remove an attempt."""
-
-    def remove(self, step: int, only: Manifest | None = None) -> bool:
-        """Remove a step, for all readers in the same instant; True if it existed.
-
-        With ``only``, a step of the same number that another process has committed since, or is about to commit, is
-        left alone.
+        Returns its folder.
         """
 
+    def release(self, step: int, token: str) -> None:
+        """Give up the claim to a copy."""
 
-def open_store(directory: str | os.PathLike[str], storage_options: Mapping[str, Any] | None) -> CheckpointStore:
+    def withdraw(self, copy: Copy) -> Copy:
+        """Return a committed copy under a name that no other copy can get; FileNotFoundError if it was removed."""
+
+    def settle(self, copy: Copy) -> None:
+        """Return a withdrawn copy to its name, unless another copy has it."""
+
+    def discard(self, copy: Copy) -> None:
+        """Remove a copy: its manifest first."""
+
+    def retire(self, copy: Copy) -> None:
+        """Discard a copy that is not committed, unless its process may be alive."""
+
+
+def open_store(directory: str | os.PathLike[str], storage_options: Mapping[str, Any] | None) -> Store:
     """Open a local folder or an address like ``s3://bucket/run``."""
     refuse_lost_slash(directory)
     address = str(directory)
@@ -110,29 +141,169 @@ def open_store(directory: str | os.PathLike[str], storage_options: Mapping[str, 
     return LocalStore(unquote(address.removeprefix("file://")) if address.startswith("file://") else directory)
 
 
-def read_manifests(store: CheckpointStore) -> tuple[list[Manifest], dict[int, CheckpointError]]:
-    """Return all manifests in commit order, and by step the errors of those that cannot be read.
+class Steps:
+    """Steps of a store."""
 
-    Raises StepRemovedError if another process prunes a step meanwhile: it has committed another one before.
-    """
-    manifests: list[Manifest] = []
-    errors: dict[int, CheckpointError] = {}
-    for step in store.steps():
+    def __init__(self, store: Store) -> None:
+        self.store, self.name = store, store.name
+        self._manifests: dict[str, tuple[tuple[Any, ...], Manifest]] = {}  # by place: signature when read, manifest
+
+    def numbers(self) -> list[int]:
+        """Return the numbers of all steps, in order."""
+        return sorted(self._committed())
+
+    def manifest(self, step: int) -> Manifest:
+        """Raises CheckpointNotFoundError, CheckpointDamagedError, or CheckpointError if it is of a newer version."""
+        return self._in_order(self._committed(step).get(step, []), step)[-1][1]
+
+    def manifests(self) -> tuple[list[Manifest], dict[int, CheckpointError]]:
+        """Return all manifests in commit order, and by step the errors of those that cannot be read.
+
+        Reads again if another process removes a step meanwhile: it has committed another one before.
+        """
+        return self.retrying(self._read_all)
+
+    def _read_all(self) -> tuple[list[Manifest], dict[int, CheckpointError]]:
+        found: list[Manifest] = []
+        errors: dict[int, CheckpointError] = {}
+        for step, copies in self._committed().items():
+            try:
+                found.append(self._in_order(copies, step)[-1][1])
+            except StepRemovedError:
+                raise
+            except CheckpointError as problem:
+                errors[step] = problem
+        return sorted(found, key=lambda manifest: (manifest.sequence, manifest.step)), errors
+
+    def retrying(self, action: Callable[[], T]) -> T:
+        """Run an action again as long as other processes remove the steps that it reads."""
+        for _ in range(_ATTEMPTS):
+            with suppress(StepRemovedError):
+                return action()
+        raise CheckpointError(f"the steps of {self.name} are removed faster than they can be read.")
+
+    @contextmanager
+    def source(self, manifest: Manifest, name: str) -> Iterator[FileSource]:
+        """Open a file of a step. Raises CheckpointDamagedError if it is missing or not a regular file."""
         try:
-            manifests.append(store.manifest(step))
-        except StepRemovedError:
-            raise
-        except CheckpointError as problem:
-            errors[step] = problem
-    return sorted(manifests, key=lambda manifest: (manifest.sequence, manifest.step)), errors
+            with self.store.source(manifest.place, name) as source:
+                yield source
+        except FileNotFoundError:
+            if self.store.get(f"{manifest.place}/{manifests.NAME}") is None:
+                raise StepRemovedError(f"step {manifest.step} has just been removed from {self.name}") from None
+            raise CheckpointDamagedError(f"{name} is missing") from None
+
+    def is_complete(self, manifest: Manifest) -> bool:
+        """Return True if all files of a step have their sizes; their contents are not read."""
+        files = self.store.list(manifest.place)
+        sizes = {name: files.get(f"{manifest.place}/{name}", Object(-1, 0.0)).size for name in manifest.files}
+        return all(sizes[name] == sums.size for name, sums in manifest.files.items())
+
+    def begin(self, step: int, token: str) -> None:
+        """Start a copy, after removing the leftovers of dead processes."""
+        self.sweep()
+        self.store.claim(step, token)
+
+    def sink(self, step: int, token: str, name: str) -> AbstractContextManager[Sink]:
+        """Create a file of a copy that is being made."""
+        return self.store.sink(self.store.attempt(step, token), name)
+
+    def commit(self, token: str, manifest: Manifest) -> Manifest:
+        """Turn a copy into the step of its manifest, in place of an existing one; return it as it can be read."""
+        step = manifest.step
+        place = self.store.commit(step, token, manifests.to_bytes(manifest))
+        try:
+            self.store.release(step, token)
+            self.sweep(step)
+        except (OSError, FetchError, CheckpointError) as problem:  # it is committed; the next save removes the rest
+            _log.warning("%s: the previous step %d could not be removed: %s", self.name, step, reason(problem))
+        return replace(manifest, place=place)
+
+    def abandon(self, step: int, token: str) -> None:
+        """Remove a copy that was not committed. The response to a successful commit can get lost."""
+        try:
+            with suppress(Exception):
+                for copy in self.store.copies(step):
+                    if copy.place == self.store.attempt(step, token) and copy.signature is None:
+                        self.store.discard(copy)
+        finally:
+            self.store.release(step, token)
+
+    def remove(self, step: int, only: Manifest | None = None) -> bool:
+        """Remove a step; True if it existed.
+
+        With ``only``, a step of the same number that another process has committed since is left alone.
+        """
+        removed = False
+        while copies := [copy for copy in self._committed(step).get(step, []) if self._is(copy, only)]:
+            for copy in copies:
+                with suppress(FileNotFoundError):
+                    # Read again under a name that nobody replaces. It counts as the step until it is discarded.
+                    withdrawn = self.store.withdraw(copy)
+                    if self._is(withdrawn, only):
+                        self.store.discard(withdrawn)
+                        removed = True
+                    else:
+                        self.store.settle(withdrawn)
+        return removed
+
+    def sweep(self, step: int | None = None) -> None:
+        """Remove the copies of dead processes, and those that newer ones have replaced."""
+        for number, copies in _by_step(self.store.copies(step)).items():
+            committed = [copy for copy in copies if copy.signature is not None]
+            with suppress(OSError, CheckpointError):  # another process removes it, or the next sweep
+                for copy in copies:
+                    if copy.signature is None:
+                        self.store.retire(copy)
+                if len(committed) == 1:
+                    self.store.settle(committed[0])
+                for copy, _ in self._in_order(committed, number)[:-1] if len(committed) > 1 else ():
+                    self.store.discard(copy)
+
+    def _committed(self, step: int | None = None) -> dict[int, list[Copy]]:
+        return _by_step([copy for copy in self.store.copies(step) if copy.signature is not None])
+
+    def _in_order(self, copies: Sequence[Copy], step: int) -> list[tuple[Copy, Manifest]]:
+        """Return the committed copies of a step and their manifests, the newest last.
+
+        Those that cannot be read are left out. If none can be, the error of one of them is raised.
+        """
+        found: list[tuple[Copy, Manifest]] = []
+        error: CheckpointError = StepRemovedError(f"{self.name} has no step {step}")
+        for copy in copies:
+            try:
+                found.append((copy, self._read(copy)))
+            except CheckpointError as problem:
+                error = problem
+        if not found:
+            raise error
+        return sorted(found, key=lambda pair: (not pair[0].is_withdrawn, pair[1].sequence, pair[1].time, pair[0].place))
+
+    def _read(self, copy: Copy) -> Manifest:
+        cached = self._manifests.get(copy.place)
+        if cached is not None and copy.signature and cached[0] == copy.signature:
+            return cached[1]
+        data = self.store.get(f"{copy.place}/{manifests.NAME}")
+        if data is None:
+            if copy.signature or copy not in self.store.copies(copy.step):
+                raise StepRemovedError(f"step {copy.step} has just been removed from {self.name}")
+            raise CheckpointDamagedError("there is no manifest")
+        manifest = replace(manifests.from_bytes(data, copy.step), place=copy.place)
+        if copy.signature:
+            self._manifests[copy.place] = copy.signature, manifest
+        return manifest
+
+    def _is(self, copy: Copy, only: Manifest | None) -> bool:
+        with suppress(CheckpointError):
+            return only is None or self._read(copy) == only
+        return False
 
 
-def retrying(store: CheckpointStore, action: Callable[[], T]) -> T:
-    """Run an action again as long as other processes remove the steps that it reads."""
-    for _ in range(_ATTEMPTS):
-        with suppress(StepRemovedError):
-            return action()
-    raise CheckpointError(f"the steps of {store.name} are removed faster than they can be read.")
+def _by_step(copies: Sequence[Copy]) -> dict[int, list[Copy]]:
+    groups: dict[int, list[Copy]] = {}
+    for copy in copies:
+        groups.setdefault(copy.step, []).append(copy)
+    return groups
 
 
 class Process(NamedTuple):
