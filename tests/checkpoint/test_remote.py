@@ -26,6 +26,7 @@ from midepoch.checkpoint import (
     CheckpointSaveError,
     Keep,
     PipelineCheckpoint,
+    manifest,
     remote,
 )
 from midepoch.checkpoint.remote import Objects
@@ -338,12 +339,31 @@ def test_a_commit_whose_response_was_lost_is_kept(problem: Any, second: int, mon
 def test_an_old_midepoch_leaves_the_steps_of_a_newer_one_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     checkpoint = PipelineCheckpoint("memory:///newer")
     checkpoint.save(None, {"w": np.ones(5000)}, step=1)
+    monkeypatch.setattr(manifest, "VERSION", 2)
+    checkpoint.save(None, {"w": np.ones(5000)}, step=3)
+    monkeypatch.undo()
     store = checkpoint._steps.store
-    store.put("step_1/aa/manifest.json", b'{"of": "the future"}')
     before = set(store.list(""))
     monkeypatch.setattr(remote, "STALE", -1.0)
-    checkpoint.save(None, {"w": np.ones(5000)}, step=2)
+    checkpoint = PipelineCheckpoint("memory:///newer")
+    checkpoint._steps.store = store
+    with pytest.raises(CheckpointError, match="Upgrade midepoch"):
+        checkpoint.restore_latest()
+    for step in (2, 3):
+        checkpoint.save(None, {"w": np.ones(5000)}, step=step)
     assert before <= set(store.list(""))
+    assert checkpoint.restore_latest() == 3, "saved again"
+
+
+def test_a_damaged_step_that_is_saved_again_leaves_nothing() -> None:
+    checkpoint = PipelineCheckpoint("memory:///damaged")
+    checkpoint.save(None, {"w": np.ones(5000)}, step=1)
+    store = checkpoint._steps.store
+    [name] = (name for name in store.list("") if name.endswith("manifest.json"))
+    store.put(name, b"damaged")
+    checkpoint.save(None, {"w": np.ones(5000)}, step=1)
+    assert len(store.list("")) == 4 and name not in store.list("")
+    checkpoint.verify(1)
 
 
 def test_attempts_of_another_machine_are_swept_after_a_day(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -153,6 +153,14 @@ def test_live_writers_never_leave_the_folder_without_a_step(tmp_path: Path) -> N
     assert PipelineCheckpoint(tmp_path).restore_latest(rng=False) in range(1, 6)
 
 
+def test_a_damaged_step_that_is_saved_again_leaves_nothing(tmp_path: Path) -> None:
+    checkpoint = PipelineCheckpoint(tmp_path)
+    save(checkpoint, 5)
+    (tmp_path / "step_5/manifest.json").write_bytes(b"damaged")
+    save(checkpoint, 5, by="second")
+    assert os.listdir(tmp_path) == ["step_5"] and checkpoint.metadata(5)["by"] == "second"
+
+
 def test_damaged_steps_do_not_count_for_retention(tmp_path: Path) -> None:
     checkpoint = PipelineCheckpoint(tmp_path, keep=2)
     for step in (2, 3):

@@ -154,7 +154,10 @@ class Steps:
 
     def manifest(self, step: int) -> Manifest:
         """Raises CheckpointNotFoundError, CheckpointDamagedError, or CheckpointError if it is of a newer version."""
-        return self._in_order(self._committed(step).get(step, []), step)[-1][1]
+        copies = self._committed(step).get(step)
+        if not copies:
+            raise StepRemovedError(f"{self.name} has no step {step}")
+        return self._newest(copies)
 
     def manifests(self) -> tuple[list[Manifest], dict[int, CheckpointError]]:
         """Return all manifests in commit order, and by step the errors of those that cannot be read.
@@ -168,7 +171,7 @@ class Steps:
         errors: dict[int, CheckpointError] = {}
         for step, copies in self._committed().items():
             try:
-                found.append(self._in_order(copies, step)[-1][1])
+                found.append(self._newest(copies))
             except StepRemovedError:
                 raise
             except CheckpointError as problem:
@@ -249,35 +252,41 @@ class Steps:
 
     def sweep(self, step: int | None = None) -> None:
         """Remove the copies of dead processes, and those that newer ones have replaced."""
-        for number, copies in _by_step(self.store.copies(step)).items():
+        for copies in _by_step(self.store.copies(step)).values():
             committed = [copy for copy in copies if copy.signature is not None]
-            with suppress(OSError, CheckpointError):  # another process removes it, or the next sweep
+            with suppress(OSError):  # another process removes it, or the next sweep
                 for copy in copies:
                     if copy.signature is None:
                         self.store.retire(copy)
                 if len(committed) == 1:
                     self.store.settle(committed[0])
-                for copy, _ in self._in_order(committed, number)[:-1] if len(committed) > 1 else ():
-                    self.store.discard(copy)
+                    continue
+                for copy, content in self._in_order(committed)[:-1]:
+                    if isinstance(content, (Manifest, CheckpointDamagedError)):  # nothing of a newer version is touched
+                        self.store.discard(copy)
 
     def _committed(self, step: int | None = None) -> dict[int, list[Copy]]:
         return _by_step([copy for copy in self.store.copies(step) if copy.signature is not None])
 
-    def _in_order(self, copies: Sequence[Copy], step: int) -> list[tuple[Copy, Manifest]]:
+    def _newest(self, copies: Sequence[Copy]) -> Manifest:
+        content = self._in_order(copies)[-1][1]
+        if isinstance(content, CheckpointError):
+            raise content
+        return content
+
+    def _in_order(self, copies: Sequence[Copy]) -> list[tuple[Copy, Manifest | CheckpointError]]:
         """Return the committed copies of a step and their manifests, the newest last.
 
-        Those that cannot be read are left out. If none can be, the error of one of them is raised.
+        One whose manifest cannot be read has the error in its place, and counts as older than any other.
         """
-        found: list[tuple[Copy, Manifest]] = []
-        error: CheckpointError = StepRemovedError(f"{self.name} has no step {step}")
+        found: list[tuple[Any, Copy, Manifest | CheckpointError]] = []
         for copy in copies:
             try:
-                found.append((copy, self._read(copy)))
+                manifest = self._read(copy)
+                found.append(((not copy.is_withdrawn, manifest.sequence, manifest.time), copy, manifest))
             except CheckpointError as problem:
-                error = problem
-        if not found:
-            raise error
-        return sorted(found, key=lambda pair: (not pair[0].is_withdrawn, pair[1].sequence, pair[1].time, pair[0].place))
+                found.append(((not copy.is_withdrawn, -1, 0.0), copy, problem))
+        return [(copy, content) for _, copy, content in sorted(found, key=lambda entry: (entry[0], entry[1].place))]
 
     def _read(self, copy: Copy) -> Manifest:
         cached = self._manifests.get(copy.place)
