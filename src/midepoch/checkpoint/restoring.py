@@ -6,7 +6,9 @@ import json
 import logging
 import secrets
 from collections.abc import Callable, Collection, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from midepoch.checkpoint import disk, files, rng, stateful
@@ -87,16 +89,13 @@ class Step:
 
 
 @dataclass(frozen=True)
-class Restore:
-    """A target and its saved values. Arrays in ``outline`` may not be read yet."""
+class LoadedPart:
+    """A part of a verified step and its target. Arrays in ``outline`` may not be read yet."""
 
     name: str
     target: Any
     outline: Any
     read: Callable[[], Any]
-
-    def restore(self) -> None:
-        stateful.load_state(self.target, self.read(), self.name)
 
 
 @dataclass(frozen=True)
@@ -104,7 +103,7 @@ class LoadedStep:
     """A step that was read and verified; nothing has been restored yet."""
 
     step: Step
-    restores: list[Restore]
+    parts: list[LoadedPart]
     models: Mapping[str, Any]  # those that a backend restores
     set_generators: Callable[[], None] | None
 
@@ -114,10 +113,12 @@ class LoadedStep:
         Returns the number of the step.
         """
         manifest = self.step.manifest
-        for restore in self.restores:
-            _check_class(manifest, restore.name, restore.target)
-            stateful.check_fits(restore.target, restore.outline, restore.name)
-        names = {restore.name for restore in self.restores} | self.models.keys()
+        restorables = []
+        for part in self.parts:
+            _check_class(manifest, part.name, part.target)
+            stateful.check_fits(part.target, part.outline, part.name)
+            restorables.append(Restorable(part.name, partial(_load, part)))
+        names = {part.name for part in self.parts} | self.models.keys()
         left = [part for part in ("model", "optimizer") if part in manifest.parts and part not in names]
         if left and "data" in names:
             _log.warning(
@@ -126,50 +127,43 @@ class LoadedStep:
                 manifest.step,
                 " and the ".join(left),
             )
-        if not self.models:
-            self._restore_all([])
-            return manifest.step
-        backend = backend_of(manifest)
-        with self.step.steps.store.local_copy(manifest) as folder:
-            self._restore_all(backend.load(folder / BACKEND_PART, self.models, self.step.json))
+        with ExitStack() as stack:
+            if self.models:
+                folder = stack.enter_context(self.step.steps.store.local_copy(manifest))
+                restorables += backend_of(manifest).load(folder / BACKEND_PART, self.models, self.step.json)
+            self._restore_all(restorables)
         return manifest.step
 
-    def _restore_all(self, models: list[Restorable]) -> None:
-        undo: list[Callable[[], None]] = []
+    def _restore_all(self, restorables: list[Restorable]) -> None:
+        undo = next((_undo(part.target) for part in self.parts if part.name == "data"), lambda: None)
         try:
-            for restore in self.restores:
-                if restore.name == "data":
-                    undo.append(_undo(restore.target))
-                    restore.restore()
-                else:
-                    self._restore_one(restore)
-            for model in models:
-                self._restore_one(model)
+            for restorable in restorables:
+                try:
+                    restorable.restore()
+                except Exception as problem:
+                    if restorable.name == "data" or isinstance(problem, CheckpointMismatchError):
+                        raise
+                    raise CheckpointError(
+                        f"step {self.step.manifest.step}: {restorable.name} refused its state "
+                        f"({type(problem).__name__}: {problem}). It may be restored in part. Create it again."
+                    ) from problem
         except BaseException:
-            for back in undo:
-                back()
+            undo()
             raise
         if self.set_generators is not None:
             self.set_generators()
 
-    def _restore_one(self, restore: Restore | Restorable) -> None:
-        try:
-            restore.restore()
-        except CheckpointMismatchError:
-            raise
-        except Exception as problem:
-            raise CheckpointError(
-                f"step {self.step.manifest.step}: {restore.name} refused its state ({type(problem).__name__}: "
-                f"{problem}). It may be restored in part. Create it again."
-            ) from problem
+
+def _load(part: LoadedPart) -> None:
+    stateful.load_state(part.target, part.read(), part.name)
 
 
-def _restore(name: str, target: Any, stored: StoredTree) -> Restore:
+def _loaded(name: str, target: Any, stored: StoredTree) -> LoadedPart:
     if stateful.reads_lazily(target):
         outline = stored.outline()
-        return Restore(name, target, outline, lambda: stored.read(stateful.restore_targets(target, stored.json)))
+        return LoadedPart(name, target, outline, lambda: stored.read(stateful.restore_targets(target, stored.json)))
     tree = stored.read()
-    return Restore(name, target, tree, lambda: tree)
+    return LoadedPart(name, target, tree, lambda: tree)
 
 
 @dataclass(frozen=True)
@@ -194,22 +188,23 @@ class StepLoader:
             seen.update((f"{part}.json", f"{part}.safetensors"))
             return step.open(part)
 
-        restores: list[Restore] = []
-        if self.targets.pipeline is not None:
-            ranks = [rank_part("data", rank) for rank in range(step.manifest.world_size)]
-            if stateful.accepts_all_ranks(self.targets.pipeline) and ranks and all(map(step.has, ranks)):
-                state = [opened(part).read() for part in ranks]
+        parts: list[LoadedPart] = []
+        pipeline = self.targets.pipeline
+        if pipeline is not None:
+            ranks = [rank_part("data", rank) for rank in range(manifest.world_size)]
+            if stateful.accepts_all_ranks(pipeline) and ranks and all(map(step.has, ranks)):
+                states = [opened(part).read() for part in ranks]
+                parts.append(LoadedPart("data", pipeline, states, lambda: states))
             else:
-                state = opened(step.data_part(self.world)).read()
-            restores.append(Restore("data", self.targets.pipeline, state, lambda: state))
-        own = {f"extra.{checked_name(name)}": (name, target) for name, target in self.targets.extra.items()}
-        is_own = step.manifest.backend == "files"
-        if is_own:
-            own |= {name: (name, target) for name, target in self.targets.models.items()}
-        restores += [_restore(name, target, opened(part)) for part, (name, target) in own.items()]
+                parts.append(_loaded("data", pipeline, opened(step.data_part(self.world))))
+        is_own = manifest.backend == "files"
+        for name, target in self.targets.extra.items():
+            parts.append(_loaded(name, target, opened(f"extra.{checked_name(name)}")))
+        for name, target in self.targets.models.items() if is_own else ():
+            parts.append(_loaded(name, target, opened(name)))
         set_generators = _generators(step, self.world, opened) if self.targets.rng else None
         step.verify(besides=seen)
-        return LoadedStep(step, restores, {} if is_own else self.targets.models, set_generators)
+        return LoadedStep(step, parts, {} if is_own else self.targets.models, set_generators)
 
     def agreed_latest(self, group: str, timeout: float, members: Members) -> LoadedStep | None:
         """Return the latest step that is not damaged: rank 0 finds it for all ranks."""
@@ -241,8 +236,8 @@ class StepLoader:
 
     def _latest(self) -> LoadedStep | None:
         manifests, errors = self.steps.manifests()
-        problems = [f"step {step}: {error}" for step, error in errors.items() if _is_damage(error)]
-        newer = {step: error for step, error in errors.items() if not _is_damage(error)}
+        newer = {step: error for step, error in errors.items() if not isinstance(error, CheckpointDamagedError)}
+        problems = [f"step {step}: {error}" for step, error in errors.items() if step not in newer]
         for manifest in reversed(manifests):
             if newer and max(newer) > manifest.step:
                 break  # it would be the latest: not a reason to fall back
@@ -265,11 +260,6 @@ class StepLoader:
                 "To start from the beginning, use another folder."
             )
         return None
-
-
-def _is_damage(error: CheckpointError) -> bool:
-    """Return False for a step of a newer version."""
-    return isinstance(error, CheckpointDamagedError)
 
 
 def named_manifest(steps: Steps, step: int) -> Manifest:
