@@ -200,19 +200,18 @@ def test_a_module_that_leaves_a_buffer_out_keeps_it(tmp_path: Path) -> None:
 
 
 def test_a_file_that_is_written_to_while_it_is_restored_is_reported(tmp_path: Path) -> None:
-    from midepoch.checkpoint.disk import open_file, verify_and_reopen
+    from midepoch.checkpoint.disk import open_file, verified
     from midepoch.checkpoint.files import file_checksums
 
     path = tmp_path / "file"
     path.write_bytes(b"x" * 100)
-    with open_file(tmp_path, "file") as source:
-        kept = verify_and_reopen(source, file_checksums(path), "file")
+    source = verified(open_file(tmp_path, "file"), file_checksums(path), "file")
     data = bytearray(100)
-    assert kept.read_into(memoryview(data), 0) == 100
+    assert source.read_into(memoryview(data), 0) == 100
     path.write_bytes(b"y" * 100)
     os.utime(path, ns=(1, 1))
     with pytest.raises(CheckpointDamagedError, match="written to"):
-        kept.read_into(memoryview(data), 0)
+        source.read_into(memoryview(data), 0)
 
 
 def test_a_step_that_is_removed_while_it_is_restored_is_restored(tmp_path: Path) -> None:

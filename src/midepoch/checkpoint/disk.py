@@ -31,15 +31,14 @@ _WRITE_AHEAD = 128 << 20
 
 
 class LocalSource:
-    """Source over an open local file."""
+    """Source over an open local file, closed when nothing refers to it. The file may be removed, but not written to."""
 
     chunk = 1 << 20
 
     def __init__(self, fd: int) -> None:
-        self._fd, self.size = fd, os.fstat(fd).st_size
-
-    def reopen(self) -> LocalSource:
-        return _ReopenedSource(os.dup(self._fd))
+        weakref.finalize(self, os.close, fd)
+        self._fd, status = fd, os.fstat(fd)
+        self.size, self._mtime = status.st_size, status.st_mtime_ns
 
     def read_into(self, data: memoryview, offset: int, /) -> int:
         done = 0
@@ -51,23 +50,10 @@ class LocalSource:
             if not size:
                 break
             done += size
-        return done
-
-
-class _ReopenedSource(LocalSource):
-    """File that is closed when it is no longer referenced. It may be removed meanwhile, but not written to."""
-
-    def __init__(self, fd: int) -> None:
-        weakref.finalize(self, os.close, fd)
-        super().__init__(fd)
-        self._mtime = os.fstat(fd).st_mtime_ns
-
-    def read_into(self, data: memoryview, offset: int, /) -> int:
-        size = super().read_into(data, offset)
-        current = os.fstat(self._fd)
-        if (current.st_size, current.st_mtime_ns) != (self.size, self._mtime):
+        status = os.fstat(self._fd)
+        if (status.st_size, status.st_mtime_ns) != (self.size, self._mtime):
             raise CheckpointDamagedError("the file was written to while it was read")
-        return size
+        return done
 
 
 class LocalSink:
@@ -119,8 +105,7 @@ def create_file(path: Path) -> Iterator[LocalSink]:
         sink.close()
 
 
-@contextmanager
-def open_file(folder: Path, name: str) -> Iterator[LocalSource]:
+def open_file(folder: Path, name: str) -> LocalSource:
     """Open a regular file of a folder. Raises CheckpointDamagedError if it is not one, or is outside of the folder."""
     path = folder / name
     if "/" in name and os.path.realpath(path.parent) != os.path.join(os.path.realpath(folder), os.path.dirname(name)):
@@ -133,27 +118,24 @@ def open_file(folder: Path, name: str) -> Iterator[LocalSource]:
         if problem.errno in _UNREADABLE:
             raise CheckpointDamagedError(f"{name} cannot be read ({problem.strerror})") from None
         raise
-    try:
-        if not stat.S_ISREG(os.fstat(fd).st_mode):
-            raise CheckpointDamagedError(f"{name} is not a regular file")
-        yield LocalSource(fd)
-    finally:
-        os.close(fd)
+    source = LocalSource(fd)
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        raise CheckpointDamagedError(f"{name} is not a regular file")
+    return source
 
 
-def verify_and_reopen(source: FileSource, sums: Checksums, name: str) -> FileSource:
-    """Verify a file, and return it for reads after ``source`` is closed. An object is copied to this machine.
+def verified(source: FileSource, sums: Checksums, name: str) -> FileSource:
+    """Verify a file, and return it for more reads. An object is copied to this machine.
 
     Raises CheckpointDamagedError.
     """
-    reopened = source.reopen()
-    if reopened is not None:
+    if isinstance(source, LocalSource):
         verify_file(source, sums, name)
-        return reopened
+        return source
     try:
         with tempfile.TemporaryFile(prefix="midepoch-checkpoint-") as file:
             verify_file(source, sums, name, partial(write_at, file.fileno()))
-            return LocalSource(file.fileno()).reopen()
+            return LocalSource(os.dup(file.fileno()))
     except OSError as problem:
         if problem.errno not in _NO_SPACE:
             raise

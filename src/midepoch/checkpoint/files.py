@@ -47,12 +47,6 @@ class FileSource(Protocol):
 
     def read_into(self, data: memoryview, offset: int, /) -> int: ...
 
-    def reopen(self) -> FileSource | None:
-        """Return the same file, open as long as it is referenced; None if it should be read only once.
-
-        The new source raises CheckpointDamagedError if the file changes.
-        """
-
 
 class ChecksumSink:
     """Sink that passes data on and computes its checksums; those of large pieces while the pieces are written."""
@@ -147,9 +141,6 @@ class BytesSource:
         part = self._data[offset : offset + len(data)]
         data[: len(part)] = part
         return len(part)
-
-    def reopen(self) -> FileSource:
-        return self
 
 
 class SideThread:

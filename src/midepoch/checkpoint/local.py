@@ -64,13 +64,13 @@ class LocalStore:
     def get(self, name: str) -> bytes | None:
         path = self.path / name
         try:
-            with disk.open_file(path.parent, path.name) as source:
-                if source.size > manifests.LARGEST:
-                    raise CheckpointDamagedError(f"{path.name} is {source.size} bytes long")
-                data = bytearray(source.size)
-                return bytes(data[: source.read_into(memoryview(data), 0)])
+            source = disk.open_file(path.parent, path.name)
         except FileNotFoundError:
             return None
+        if source.size > manifests.LARGEST:
+            raise CheckpointDamagedError(f"{path.name} is {source.size} bytes long")
+        data = bytearray(source.size)
+        return bytes(data[: source.read_into(memoryview(data), 0)])
 
     def list(self, below: str) -> dict[str, Object]:
         found: dict[str, Object] = {}
@@ -91,10 +91,8 @@ class LocalStore:
 
     # Files of copies
 
-    @contextmanager
-    def source(self, place: str, name: str) -> Iterator[LocalSource]:
-        with disk.open_file(self.path / place, name) as source:
-            yield source
+    def source(self, place: str, name: str) -> LocalSource:
+        return disk.open_file(self.path / place, name)
 
     @contextmanager
     def sink(self, place: str, name: str) -> Iterator[LocalSink]:

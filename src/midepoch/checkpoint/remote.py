@@ -15,6 +15,7 @@ Errors of obstore are replaced: errors raised here have their text without crede
 from __future__ import annotations
 
 import json
+import os
 import re
 import tempfile
 import time
@@ -71,10 +72,10 @@ class Objects:
             target = self.name.replace("?", "%3F").replace("#", "%23")  # no query and no fragment, but a key
             options = {**own, **options}
         self._obstore: Any = obstore
-        self._store: Any = self._clean(
-            lambda: from_url(target, **_options(target, options)),
-            lambda _, text: ValueError(f"checkpoints cannot be saved to {self.name}: {text}"),
-        )
+        try:
+            self._store: Any = self._do("", lambda: from_url(target, **_options(target, options)))
+        except FetchError as problem:
+            raise ValueError(f"checkpoints cannot be saved to {problem}") from None
         self._ranges: bool | None = None
 
     def list(self, below: str = "") -> dict[str, Object]:
@@ -143,20 +144,13 @@ class Objects:
 
     def _do(self, name: str, action: Callable[[], T]) -> T:
         """Run an action on an object. Raises FileNotFoundError or FetchError."""
-
-        def failure(problem: Exception, text: str) -> Exception:
-            error = FileNotFoundError if isinstance(problem, FileNotFoundError) else FetchError
-            return error(f"{self.name}/{name}: {text}")
-
-        return self._clean(action, failure)
-
-    def _clean(self, action: Callable[[], T], failure: Callable[[Exception, str], Exception]) -> T:
         try:
             return action()
         except Exception as problem:
-            text = reason(problem).split("\n\nDebug source", 1)[0]
-            clean = failure(problem, self._secrets.clean(text))
-        raise clean  # outside of the except block: a chained exception would show its text with credentials
+            text = self._secrets.clean(reason(problem).split("\n\nDebug source", 1)[0])
+            error = FileNotFoundError if isinstance(problem, FileNotFoundError) else FetchError
+        # Outside of the except block: a chained exception would show its text with credentials.
+        raise error(f"{self.name}/{name}: {text}")
 
 
 def _options(address: str, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -201,17 +195,15 @@ class RemoteStore:
         self.name, self.poll_interval = objects.name, objects.poll_interval
         self.put, self.get, self.list, self.delete = objects.put, objects.get, objects.list, objects.delete
 
-    @contextmanager
-    def source(self, place: str, name: str) -> Iterator[FileSource]:
+    def source(self, place: str, name: str) -> FileSource:
         path = f"{place}/{name}"
         size = self._objects.size(path)
         if not size or self._objects.has_ranges(path):
-            yield _RemoteSource(self._objects, path, size)
-            return
+            return _RemoteSource(self._objects, path, size)
         with tempfile.TemporaryFile(prefix="midepoch-checkpoint-", buffering=0) as file:
             for part in self._objects.stream(path):
                 file.write(part)
-            yield LocalSource(file.fileno())
+            return LocalSource(os.dup(file.fileno()))
 
     def sink(self, place: str, name: str) -> AbstractContextManager[Sink]:
         return self._objects.writer(f"{place}/{name}")
@@ -231,8 +223,8 @@ class RemoteStore:
             for name, sums in manifest.files.items():
                 target = folder / name
                 target.parent.mkdir(parents=True, exist_ok=True)
-                with self.source(manifest.place, name) as source, target.open("wb") as file:
-                    verify_file(source, sums, name, partial(write_at, file.fileno()))
+                with target.open("wb") as file:
+                    verify_file(self.source(manifest.place, name), sums, name, partial(write_at, file.fileno()))
             yield folder
 
     def copies(self, step: int | None = None) -> Sequence[Copy]:
@@ -297,9 +289,6 @@ class _RemoteSource:
             return self._objects.read_into(self._path, data, offset)
         except FileNotFoundError:
             raise CheckpointDamagedError(f"{self._path} is missing") from None
-
-    def reopen(self) -> None:
-        return None
 
 
 @contextmanager

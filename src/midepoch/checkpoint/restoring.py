@@ -42,8 +42,7 @@ class Step:
         """Read every file; the error has the name of the first damaged one."""
         for name, sums in self.manifest.files.items():
             if name not in besides:
-                with self.steps.source(self.manifest, name) as source:
-                    files.verify_file(source, sums, name)
+                files.verify_file(self.steps.source(self.manifest, name), sums, name)
 
     def has(self, part: str) -> bool:
         return f"{part}.json" in self.manifest.files
@@ -55,8 +54,8 @@ class Step:
             parts = ", ".join(sorted(map(str, self.manifest.parts))) or "nothing"
             raise CheckpointNotFoundError(f"step {self.manifest.step} was saved without {part}. It has: {parts}.")
         try:
-            with self.steps.source(self.manifest, name) as source:
-                return json.loads(bytes(files.read_verified(source, self.manifest.files[name], name)))
+            source = self.steps.source(self.manifest, name)
+            return json.loads(bytes(files.read_verified(source, self.manifest.files[name], name)))
         except (ValueError, RecursionError) as problem:
             raise CheckpointDamagedError(f"{name} cannot be read: {problem!r:.200}") from None
 
@@ -69,9 +68,8 @@ class Step:
             name = f"{part}.safetensors"
             if name not in self.manifest.files:
                 raise CheckpointDamagedError(f"{name} is missing")
-            with self.steps.source(self.manifest, name) as source:
-                verified = disk.verify_and_reopen(source, self.manifest.files[name], name)
-            arrays = find_arrays(verified, specs.items())
+            source = disk.verified(self.steps.source(self.manifest, name), self.manifest.files[name], name)
+            arrays = find_arrays(source, specs.items())
         return StoredTree(tree, arrays, self.allow_pickle)
 
     def data_part(self, world: World) -> str:

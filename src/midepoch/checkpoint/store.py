@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeVar
@@ -83,7 +83,7 @@ class Store(Protocol):
     def delete(self, names: Sequence[str]) -> None:
         """Remove the files that exist."""
 
-    def source(self, place: str, name: str) -> AbstractContextManager[FileSource]:
+    def source(self, place: str, name: str) -> FileSource:
         """Open a file of a copy. FileNotFoundError, or CheckpointDamagedError if it is not a regular file."""
 
     def sink(self, place: str, name: str) -> AbstractContextManager[Sink]:
@@ -185,12 +185,10 @@ class Steps:
                 return action()
         raise CheckpointError(f"the steps of {self.name} are removed faster than they can be read.")
 
-    @contextmanager
-    def source(self, manifest: Manifest, name: str) -> Iterator[FileSource]:
+    def source(self, manifest: Manifest, name: str) -> FileSource:
         """Open a file of a step. Raises CheckpointDamagedError if it is missing or not a regular file."""
         try:
-            with self.store.source(manifest.place, name) as source:
-                yield source
+            return self.store.source(manifest.place, name)
         except FileNotFoundError:
             if self.store.get(f"{manifest.place}/{manifests.NAME}") is None:
                 raise StepRemovedError(f"step {manifest.step} has just been removed from {self.name}") from None
