@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import secrets
 import shutil
@@ -30,6 +31,8 @@ from midepoch.checkpoint import (
     remote,
 )
 from midepoch.checkpoint.remote import Objects
+from midepoch.checkpoint.store import Process
+from midepoch.errors import FetchError
 from proxy import Fault, Proxy
 from s3 import Server
 
@@ -364,6 +367,31 @@ def test_a_damaged_step_that_is_saved_again_leaves_nothing() -> None:
     checkpoint.save(None, {"w": np.ones(5000)}, step=1)
     assert len(store.list("")) == 4 and name not in store.list("")
     checkpoint.verify(1)
+
+
+def test_the_first_error_is_reported_if_nothing_works_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(self: Any, name: Any, *_: Any) -> None:
+        raise FetchError("the first" if str(name).endswith("manifest.json") else "a later one")
+
+    checkpoint = PipelineCheckpoint("memory:///broken")
+    monkeypatch.setattr(Objects, "delete", fails)
+    monkeypatch.setattr(remote.RemoteStore, "commit", lambda self, *_: fails(self, "manifest.json"))
+    with pytest.raises(CheckpointSaveError, match="the first"):
+        checkpoint.save(step=1)
+
+
+def test_the_claim_of_a_process_that_died_after_its_commit_is_swept() -> None:
+    checkpoint = PipelineCheckpoint("memory:///claims")
+    checkpoint.save(step=1)
+    store = checkpoint._steps.store
+    claims = {
+        f"{checkpoint.manifest(1).place}/claim": Process.current()._replace(started="before"),
+        "step_2/aa/claim": Process.current(),
+    }
+    for name, process in claims.items():
+        store.put(name, json.dumps(process).encode())
+    checkpoint.save(step=3)
+    assert [name for name in store.list("") if name.endswith("claim")] == ["step_2/aa/claim"], "of a live process"
 
 
 def test_attempts_of_another_machine_are_swept_after_a_day(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -235,6 +235,8 @@ class RemoteStore:
                 copy = copies.setdefault(place, Copy(int(match[1]), place, None))
                 if match[3] == manifests.NAME:
                     copies[place] = copy._replace(signature=tuple(entry))
+                elif match[3] == _CLAIM:
+                    copies[place] = copy._replace(is_claimed=True)
         return tuple(copies.values())
 
     def attempt(self, step: int, token: str) -> str:
@@ -258,7 +260,8 @@ class RemoteStore:
         return copy  # no two copies have the same name
 
     def settle(self, copy: Copy) -> None:
-        pass
+        if copy.is_claimed and self._is_abandoned(copy):
+            self._objects.delete([f"{copy.place}/{_CLAIM}"])
 
     def discard(self, copy: Copy) -> None:
         if copy.signature is not None:
@@ -269,11 +272,16 @@ class RemoteStore:
         self._objects.delete([f"{copy.place}/{_CLAIM}"])
 
     def retire(self, copy: Copy) -> None:
-        claim = self._objects.get(f"{copy.place}/{_CLAIM}")
-        is_dead = claim is not None and Process(*json.loads(claim)).is_dead()
-        changed = [entry.changed for entry in self._objects.list(copy.place).values()]
-        if is_dead or max(changed, default=0.0) < time.time() - STALE:
+        if self._is_abandoned(copy):
             self.discard(copy)
+
+    def _is_abandoned(self, copy: Copy) -> bool:
+        """Return True if the process of a copy is dead, or nothing of it has changed for a day."""
+        claim = self._objects.get(f"{copy.place}/{_CLAIM}")
+        if claim is not None and Process(*json.loads(claim)).is_dead():
+            return True
+        changed = [entry.changed for entry in self._objects.list(copy.place).values()]
+        return max(changed, default=0.0) < time.time() - STALE
 
 
 class _RemoteSource:

@@ -56,6 +56,8 @@ class Copy(NamedTuple):
     """Folder below the store."""
     signature: tuple[Any, ...] | None
     """Values that change when the manifest is written again, empty if it is lost; None if the copy is not committed."""
+    is_claimed: bool = False
+    """True if a process makes or removes it, or died doing so; only known in an object store."""
 
     @property
     def is_withdrawn(self) -> bool:
@@ -117,7 +119,7 @@ class Store(Protocol):
         """Return a committed copy under a name that no other copy can get; FileNotFoundError if it was removed."""
 
     def settle(self, copy: Copy) -> None:
-        """Return a withdrawn copy to its name, unless another copy has it."""
+        """Remove the traces of a dead process from a step: its claim, and the name that a withdrawn copy has."""
 
     def discard(self, copy: Copy) -> None:
         """Remove a copy: its manifest first."""
@@ -169,7 +171,10 @@ class Steps:
     def _read_all(self) -> tuple[list[Manifest], dict[int, CheckpointError]]:
         found: list[Manifest] = []
         errors: dict[int, CheckpointError] = {}
-        for step, copies in self._committed().items():
+        committed = self._committed()
+        places = {copy.place for copies in committed.values() for copy in copies}
+        self._manifests = {place: entry for place, entry in self._manifests.items() if place in places}
+        for step, copies in committed.items():
             try:
                 found.append(self._newest(copies))
             except StepRemovedError:
@@ -196,9 +201,8 @@ class Steps:
 
     def is_complete(self, manifest: Manifest) -> bool:
         """Return True if all files of a step have their sizes; their contents are not read."""
-        files = self.store.list(manifest.place)
-        sizes = {name: files.get(f"{manifest.place}/{name}", Object(-1, 0.0)).size for name in manifest.files}
-        return all(sizes[name] == sums.size for name, sums in manifest.files.items())
+        sizes = {name: file.size for name, file in self.store.list(manifest.place).items()}
+        return all(sizes.get(f"{manifest.place}/{name}") == sums.size for name, sums in manifest.files.items())
 
     def begin(self, step: int, token: str) -> None:
         """Start a copy, after removing the leftovers of dead processes."""
@@ -228,7 +232,8 @@ class Steps:
                     if copy.place == self.store.attempt(step, token) and copy.signature is None:
                         self.store.discard(copy)
         finally:
-            self.store.release(step, token)
+            with suppress(Exception):
+                self.store.release(step, token)
 
     def remove(self, step: int, only: Manifest | None = None) -> bool:
         """Remove a step; True if it existed.
@@ -236,7 +241,10 @@ class Steps:
         With ``only``, a step of the same number that another process has committed since is left alone.
         """
         removed = False
-        while copies := [copy for copy in self._committed(step).get(step, []) if self._is(copy, only)]:
+        for _ in range(_ATTEMPTS):  # a sweep of another process may put it back
+            copies = [copy for copy in self._committed(step).get(step, []) if self._is(copy, only)]
+            if not copies:
+                break
             for copy in copies:
                 with suppress(FileNotFoundError):
                     # Read again under a name that nobody replaces. It counts as the step until it is discarded.
@@ -256,12 +264,14 @@ class Steps:
                 for copy in copies:
                     if copy.signature is None:
                         self.store.retire(copy)
-                if len(committed) == 1:
-                    self.store.settle(committed[0])
-                    continue
-                for copy, content in self._in_order(committed)[:-1]:
-                    if isinstance(content, (Manifest, CheckpointDamagedError)):  # nothing of a newer version is touched
-                        self.store.discard(copy)
+                if len(committed) > 1:
+                    *replaced, (newest, _) = self._in_order(committed)
+                    for copy, content in replaced:
+                        if isinstance(content, (Manifest, CheckpointDamagedError)):  # not of a newer version
+                            self.store.discard(copy)
+                    committed = [newest]
+                for copy in committed:
+                    self.store.settle(copy)
 
     def _committed(self, step: int | None = None) -> dict[int, list[Copy]]:
         return _by_step([copy for copy in self.store.copies(step) if copy.signature is not None])
