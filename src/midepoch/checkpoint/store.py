@@ -7,6 +7,8 @@ is committed, and never changes again. The step is the newest of its committed c
 - a step is replaced by committing another copy; the older one is discarded afterwards;
 - a step is removed by removing its copies, so that a copy that another process commits meanwhile stays, without a lock;
 - a killed process leaves copies without a manifest, or older copies: the next save discards them.
+
+Written here because no library commits several files at once in both kinds of store.
 """
 
 from __future__ import annotations
