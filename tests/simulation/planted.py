@@ -303,7 +303,6 @@ def units_acknowledged_early_come_again(patch: pytest.MonkeyPatch) -> None:
 RARE = (
     "a state of what was asked for",
     "an early acknowledgement is forgotten",
-    "a stale lock",
     "a full disk is ignored",
 )
 """Those that need a fault at one of a few moments."""
