@@ -123,8 +123,8 @@ def _modules(site: Site) -> dict[str, Any]:
 
 
 _REPLACED: dict[Any, str] = {
-    disks: "os fcntl shutil",
-    local: "os secrets time Path",
+    disks: "os fcntl",
+    local: "os secrets shutil time Path",
     store: "os",
     rendezvous: "time secrets",
     remote: "time",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import shutil
 import stat
 import tempfile
 import weakref
@@ -215,11 +214,3 @@ def make_folder(folder: Path) -> None:
     for path in reversed(missing):
         path.mkdir(exist_ok=True)
         sync(path.parent)
-
-
-def remove(path: Path) -> None:
-    """Remove a file, a link or a folder with its contents, as far as possible."""
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path, ignore_errors=True)
-    else:
-        path.unlink(missing_ok=True)

@@ -12,6 +12,7 @@ import errno
 import os
 import re
 import secrets
+import shutil
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -202,7 +203,9 @@ class LocalStore:
         path = self.path / copy.place
         if path.is_dir() and not path.is_symlink():
             (path / manifests.NAME).unlink(missing_ok=True)
-        disk.remove(path)
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
 
     def retire(self, copy: Copy) -> None:
         path = self.path / copy.place

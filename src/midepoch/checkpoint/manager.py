@@ -144,7 +144,9 @@ class PipelineCheckpoint:
         if world.size == 1:
             self._background.wait()
         earlier: BaseException | None = None
-        number = self._next_step(world) if step is None else integer(step, "save(step=…)")
+        if step is None and world.size > 1:
+            raise ValueError("save(step=…) is required with several ranks: they must agree on it.")
+        number = integer(max(self._steps.numbers(), default=0) + 1 if step is None else step, "save(step=…)")
         group = self._group_name(f"save-{number}", world)
         memory: dict[Any, Any] = {}
         try:
@@ -183,11 +185,6 @@ class PipelineCheckpoint:
         _rendezvous[key] += 1
         return f"{purpose}-{_rendezvous[key]}{run_identity(world)}"
 
-    def _next_step(self, world: World) -> int:
-        if world.size > 1:
-            raise ValueError("save(step=…) is required with several ranks: they must agree on it.")
-        return integer(max(self._steps.numbers(), default=0) + 1, "the next step")
-
     def _prune(self, manifests: list[Manifest], rules: Keep) -> None:
         """Remove the steps that no rule keeps, of those before the last commit and the step of that commit.
 
@@ -196,18 +193,14 @@ class PipelineCheckpoint:
         if rules == Keep():
             return
         try:
-            intact = [manifest for manifest in manifests if self._is_intact(manifest)]
+            read = [manifest for manifest in manifests if (manifest.step, manifest.sequence) not in self._damaged]
+            intact = [manifest for manifest in read if self._steps.is_complete(manifest)]
             dropped = set(rules.dropped(intact, time.time()))
             for manifest in manifests:
                 if manifest.step in dropped:
                     self._steps.remove(manifest.step, only=manifest)
         except Exception as problem:  # the new step is saved: this is no reason to stop
             _log.warning("old steps could not be removed from %s: %s", self._steps.name, reason(problem))
-
-    def _is_intact(self, manifest: Manifest) -> bool:
-        if (manifest.step, manifest.sequence) in self._damaged:
-            return False
-        return self._steps.is_complete(manifest)
 
     # Restoring
 

@@ -243,11 +243,13 @@ class Leader(_Member):
         self.notes.put(f"go-{self.token}")
 
     def close(self, **outcome: Any) -> None:
-        """Publish the outcome, and remove the notes of dead processes."""
+        """Publish the outcome, and remove the notes of dead processes, and those too old to be of a live one."""
         self.notes.remove(f"{topic}-{self.token}" for topic in ("leader", "go"))
         self.notes.put(f"outcome-{self.token}", **outcome)
         store = self.notes.store
-        store.delete([path for path in store.list(_FOLDER) if _is_stale(_read(store, path))])
+        others = {path: note for path in store.list(_FOLDER) if (note := _read(store, path))}
+        oldest = time.time() - STALE
+        store.delete([path for path, note in others.items() if is_dead(note) or note["time"] < oldest])
 
     def fail(self, problem: BaseException, free: Callable[[], None]) -> None:
         """Publish an error: if it cannot be written, after ``free`` has made space, or else by removing notes."""
@@ -416,11 +418,6 @@ def _raise_error(note: dict[str, Any]) -> None:
 
 def is_dead(note: dict[str, Any]) -> bool:
     return Process(*note["process"]).is_dead()
-
-
-def _is_stale(note: dict[str, Any]) -> bool:
-    """Return True for a note of a dead process, or one too old to be of a live one."""
-    return bool(note) and (is_dead(note) or note["time"] < time.time() - STALE)
 
 
 def _error_text(problem: BaseException) -> str:

@@ -113,7 +113,9 @@ class LoadedStep:
         manifest = self.step.manifest
         restorables = []
         for part in self.parts:
-            _check_class(manifest, part.name, part.target)
+            is_extra = part.name not in ("data", "model", "optimizer")
+            saved_class = manifest.parts.get(f"extra.{part.name}" if is_extra else part.name)
+            stateful.check_class(part.target, saved_class, part.name)
             stateful.check_fits(part.target, part.outline, part.name)
             restorables.append(Restorable(part.name, partial(_load, part)))
         names = {part.name for part in self.parts} | self.models.keys()
@@ -190,7 +192,8 @@ class StepLoader:
         pipeline = self.targets.pipeline
         if pipeline is not None:
             ranks = [rank_part("data", rank) for rank in range(manifest.world_size)]
-            if stateful.accepts_all_ranks(pipeline) and ranks and all(map(step.has, ranks)):
+            # Some resume from the states of all ranks, with any world size.
+            if getattr(pipeline, "takes_states_of_all_ranks", False) and ranks and all(map(step.has, ranks)):
                 states = [opened(part).read() for part in ranks]
                 parts.append(LoadedPart("data", pipeline, states, lambda: states))
             else:
@@ -280,17 +283,6 @@ def _undo(pipeline: Any) -> Callable[[], None]:
     except Exception:  # it has no state yet
         return lambda: None
     return lambda: stateful.load_state(pipeline, before, "data")
-
-
-def _check_class(manifest: Manifest, name: str, target: Any) -> None:
-    """Raise CheckpointMismatchError for the state of another class, where nothing else distinguishes them."""
-    saved = manifest.parts.get(name if name in ("data", "model", "optimizer") else f"extra.{name}")
-    current = stateful.class_name(target)
-    if not stateful.is_identified_by_class(target) or not isinstance(saved, str):
-        return
-    if saved.split(".")[-1] != current.split(".")[-1]:  # a script's own classes have another module when imported
-        cause = "another class (if it was only renamed, take its state from PipelineCheckpoint.read)"
-        raise CheckpointMismatchError(f"the class of {name}", saved, current, cause)
 
 
 def _generators(step: Step, world: World, opened: Callable[[str], StoredTree]) -> Callable[[], None] | None:

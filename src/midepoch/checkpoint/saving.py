@@ -106,7 +106,8 @@ class Contents:
         is_global = world.size == 1 or stateful.is_global_state(self.pipeline, state)
         if not is_global:
             job.parts[rank_part("data", world.rank)] = tree
-            job.check_states = stateful.states_checker(self.pipeline)
+            make_checker = getattr(stateful.unwrap(self.pipeline), "_states_checker", None)
+            job.check_states = None if make_checker is None else make_checker()
         elif not world.rank:
             job.parts["data"] = tree
         own = None if job.check_states is None else state

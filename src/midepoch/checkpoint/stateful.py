@@ -6,7 +6,7 @@ Each kind (``kind_of``) has a tree of values, a check whether another tree fits,
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Mapping, MutableMapping
 from typing import Any
 
 import numpy as np
@@ -148,27 +148,20 @@ def is_global_state(pipeline: Any, state: Any) -> bool:
     return bool(getattr(pipeline, "state_is_global", False)) and isinstance(state, Mapping)
 
 
-def accepts_all_ranks(pipeline: Any) -> bool:
-    """Return True if a pipeline resumes from the list of the states of all ranks, with any world size."""
-    return bool(getattr(pipeline, "takes_states_of_all_ranks", False))
-
-
-def states_checker(pipeline: Any) -> Callable[[list[Any]], None] | None:
-    """Return a function that raises an error if the states of all ranks, as of now, could not be loaded together."""
-    make = getattr(unwrap(pipeline), "_states_checker", None)
-    return None if make is None else make()
-
-
 def reads_lazily(owner: Any) -> bool:
     """Return True if the arrays of a state need not be read to check whether it fits."""
     owner = unwrap(owner)
     return not _has(owner, "check_state") and kind_of(owner) in ("module", "optimizer", "tree", "nnx")
 
 
-def is_identified_by_class(owner: Any) -> bool:
-    """Return True if only its class shows what a state belongs to: it checks no state itself."""
-    owner = unwrap(owner)
-    return not _has(owner, "check_state") and kind_of(owner) in ("pipeline", "stateful")
+def check_class(owner: Any, saved: Any, name: str) -> None:
+    """Raise CheckpointMismatchError for the state of another class, where nothing else distinguishes them."""
+    owner, current = unwrap(owner), class_name(owner)
+    if _has(owner, "check_state") or kind_of(owner) not in ("pipeline", "stateful") or not isinstance(saved, str):
+        return
+    if saved.split(".")[-1] != current.split(".")[-1]:  # a script's own classes have another module when imported
+        cause = "another class (if it was only renamed, take its state from PipelineCheckpoint.read)"
+        raise CheckpointMismatchError(f"the class of {name}", saved, current, cause)
 
 
 def check_saveable(pipeline: Any, models: Mapping[str, Any], extra: Any) -> None:
