@@ -8,7 +8,7 @@ is committed, and never changes again. The step is the newest of its committed c
 - a step is removed by removing its copies, so that a copy that another process commits meanwhile stays, without a lock;
 - a killed process leaves copies without a manifest, or older copies: the next save discards them.
 
-Written here because no library commits several files at once in both kinds of store.
+Written here because no library commits several files in one act, in both kinds of store.
 """
 
 from __future__ import annotations
