@@ -111,7 +111,7 @@ class History:
         cluster = self.cluster
         self.site.begin_start(start.connected)
         self.logs, self._before = [[] for _ in range(start.world)], len(cluster.happened)
-        if start.rots is not None and not self.disk.lost and self.disk.rot(self.folder / "checkpoint", start.rots):
+        if start.rots is not None and not self.rotten and not self.disk.lost and self.disk.rot(self.folder / "checkpoint", start.rots):
             self.rotten = True
             cluster.happened.append("a bit has changed")
         mains = [self._main(number, start, rank) for rank in range(start.world)]
@@ -333,7 +333,10 @@ class Leases:
         self._history, self._loader, self._rank = history, loader, rank
         self._items: Any = None
         self._out: list[tuple[Any, int, int]] = []
-        self._least = int(history.cluster.random.random() < 0.3)  # the first one is out for long
+        # Many, or one for long, are out only of a single rank: several ranks finish an epoch of leases together.
+        alone = len(history.cluster.ranks) == 1
+        self._least = int(history.cluster.random.random() < 0.3 and alone)
+        self._counts = (0, 1, 2, 4) if alone else (0, 1, 2)
 
     def take(self, step: int) -> bool:
         epochs = self._history.cluster.agree(self._loader._next_cursor().epoch)
@@ -343,7 +346,7 @@ class Leases:
             self._items = self._loader.lease().__enter__()
         waits = "steps_per_epoch" in self._history.plan.features  # for all leases at the end of an epoch of the data
         least = 0 if waits else self._least
-        while len(self._out) > (0 if waits else max(least, self._history.cluster.random.choice((0, 1, 2, 4)))):
+        while len(self._out) > (0 if waits else max(least, self._history.cluster.random.choice(self._counts))):
             self._ack(least)
         try:
             self._out.append((lease := next(self._items), step, self._loader._run.cursor.epoch))

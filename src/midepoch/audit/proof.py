@@ -240,7 +240,8 @@ class History:
             for saved in branch.one.saved_before(load):
                 self._restore(branch)
                 self._count(saved)
-                if self._is_at(load, claim):
+                knows_end = not load.cursor.lanes_ended or self._run.is_through(saved)
+                if knows_end and self._is_at(load, claim):
                     self.kept[-1], branch.one.kept_steps = branch.one, saved.most_steps
                     if saved.most_steps <= in_line.get(branch.one.key, 0):
                         self._restore(now)
@@ -332,7 +333,7 @@ def _may_be_look(one: Generation, run: Run) -> bool:
     """
     if one.most_steps > 1 or one.leases or one.lost:
         return False
-    return one.cursor.begun or not run.is_through(one)
+    return not run.is_through(one) or (one.most_steps == 1 and one.cursor.begun)
 
 
 def stretches(records: Sequence[Generation]) -> dict[PassKey, Stretch]:
