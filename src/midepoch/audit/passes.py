@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 
 from midepoch.audit.documents import RecordedDocuments
@@ -46,17 +47,17 @@ class Generation:
     how_after_look: str = ""
     """The way in which the run came to it, if a look before it was taken back."""
 
-    @property
+    @cached_property
     def key(self) -> PassKey:
         """What tells it from others, also if only a part of its steps is kept."""
         return self.shape, self.beginning
 
-    @property
+    @cached_property
     def first(self) -> Passed:
         """The record of one of the ranks, for what they have in common."""
         return next(iter(self.of_rank.values()))
 
-    @property
+    @cached_property
     def is_load(self) -> bool:
         """True if a state was loaded, and no pass is begun yet."""
         return self.first.header.is_load
@@ -71,7 +72,7 @@ class Generation:
         """The number of lanes, or 0 if positions can be computed."""
         return self.first.header.lanes
 
-    @property
+    @cached_property
     def before(self) -> int:
         """Steps of the run before it: the most of all ranks."""
         return max(one.header.cursor.steps for one in self.of_rank.values())
@@ -98,7 +99,7 @@ class Generation:
         records = [record for record in self.leases.values() if record.delivered]
         return max((int(record.delivered.stops[-1]) - record.first for record in records), default=self.kept_steps)
 
-    @property
+    @cached_property
     def how(self) -> str:
         """The way in which the run came to it: if one rank loaded a state, all are assumed to have."""
         hows = {one.header.how for one in self.of_rank.values()}

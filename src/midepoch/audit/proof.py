@@ -9,7 +9,8 @@ records, the proof keeps the set of units that the weights have seen:
 - Excluded units are in neither.
 
 A run can go back to a step, continue from there, and later come back to a state of the *branch* that it left. So the
-sets before every pass are kept, and a loaded state that was saved in a pass of another branch continues that branch.
+sets at the beginning of every branch are kept, with its passes, and a loaded state that was saved in a pass of another
+branch continues that branch.
 
 Positions are compared in rows, also where batches by tokens changed their budget. In lanes, units are outputs.
 """
@@ -132,13 +133,13 @@ class EpochUnits:
 
 
 class Branch(NamedTuple):
-    """The history when a pass began, with the steps that were kept of each pass before it."""
+    """The history where the run went back, with the steps that were kept of each pass, and the passes since then."""
 
-    one: Generation
     epochs: dict[int, EpochUnits]
     kept: list[tuple[Generation, int]]
     firsts: list[int]
     offset: int
+    passes: list[Generation]
 
 
 class History:
@@ -158,6 +159,7 @@ class History:
         self._offset = 0  # steps before a loader that counts from 0, if every epoch has a new one
         self._begun: set[tuple[Stretch, int, int]] = set()
         self._branches: list[Branch] = []
+        self._forks = True  # the next pass begins a branch
         load: Generation | None = None
         look: Generation | None = None
         turns = stretches(records)
@@ -190,7 +192,7 @@ class History:
         if following is None or self._is_after(look, following, units):
             self._add(look, before, turns[look.key])
             return how
-        now, begun = self._branch(look), set(self._begun)
+        now, begun = self._branch(), set(self._begun)
         self._add(look, before, turns[look.key])  # a branch: the run may come back to a state that was saved in it
         self._restore(now)
         self._begun = begun
@@ -208,6 +210,7 @@ class History:
     def _go_back(self, one: Generation, stretch: Stretch) -> None:
         """Continue where a record begins, without what was delivered after it."""
         claim, epoch = claim_of(one, self._run), one.shape.epoch
+        self._forks = True
         if one.is_load:
             self._continue_branch(one, claim)
         here = self.epochs.setdefault(epoch, EpochUnits())
@@ -233,21 +236,25 @@ class History:
 
     def _continue_branch(self, load: Generation, claim: Claim) -> None:
         """Replace the history by that of the branch in which a loaded state was saved, if the run had left it."""
-        now = self._branch(load)
+        now = self._branch()
         in_line = {one.key: one.kept_steps for one in self.kept} if not self._missing(load, claim) else {}
-        latest_first = list(reversed(self._branches))
-        for branch in sorted(latest_first, key=lambda each: each.one.key not in in_line):
-            for saved in branch.one.saved_before(load):
+        passes = [(branch, number) for branch in self._branches for number in range(len(branch.passes))]
+        passes.reverse()  # the latest first, and those of the line before others
+        passes.sort(key=lambda each: each[0].passes[each[1]].key not in in_line)
+        for branch, number in passes:
+            one = branch.passes[number]
+            for saved in one.saved_before(load):
                 self._restore(branch)
-                self._count(saved)
+                for before in (*branch.passes[:number], saved):
+                    self._count(before)
                 knows_end = not load.cursor.lanes_ended or self._run.is_through(saved)
                 if knows_end and self._is_at(load, claim):
-                    self.kept[-1], branch.one.kept_steps = branch.one, saved.most_steps
-                    if saved.most_steps <= in_line.get(branch.one.key, 0):
+                    self.kept[-1], one.kept_steps = one, saved.most_steps
+                    if saved.most_steps <= in_line.get(one.key, 0):
                         self._restore(now)
-                    for epoch, before in now.epochs.items():  # all deliveries of both branches are counted
+                    for epoch, units in now.epochs.items():  # all deliveries of both branches are counted
                         here = self.epochs.setdefault(epoch, EpochUnits())
-                        here.again = before.again + len(before.kept) - len(here.kept)
+                        here.again = units.again + len(units.kept) - len(here.kept)
                     return
         self._restore(now)
 
@@ -261,11 +268,12 @@ class History:
         here = self.epochs.get(load.shape.epoch, EpochUnits())
         return claim.done.minus(here.kept).minus(here.excluded).minus(here.dropped)
 
-    def _branch(self, one: Generation) -> Branch:
+    def _branch(self) -> Branch:
         epochs = {epoch: replace(units, records=[*units.records]) for epoch, units in self.epochs.items()}
-        return Branch(one, epochs, [(each, each.kept_steps) for each in self.kept], [*self.firsts], self._offset)
+        return Branch(epochs, [(each, each.kept_steps) for each in self.kept], [*self.firsts], self._offset, [])
 
     def _restore(self, branch: Branch) -> None:
+        self._forks = True
         for one in self.kept:
             one.kept_steps = 0
         for one, steps in branch.kept:
@@ -285,7 +293,10 @@ class History:
         if how == "fresh":  # a state that was loaded has a record of its own
             self._go_back(one, stretch)
             self._offset = self.firsts[-1] + self.kept[-1].kept_steps - one.before if self.kept else 0
-        self._branches.append(self._branch(one))
+        if self._forks:
+            self._branches.append(self._branch())
+            self._forks = False
+        self._branches[-1].passes.append(one)
         self._begun |= {(stretch, one.shape.epoch, lane) for lane in claim_of(one, self._run).lanes}
         self._count(one)
 
