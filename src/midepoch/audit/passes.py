@@ -49,7 +49,7 @@ class Generation:
 
     @cached_property
     def key(self) -> PassKey:
-        """What tells it from others, also if only a part of its steps is kept."""
+        """Identity of the pass, also if only a part of its steps is kept."""
         return self.shape, self.beginning
 
     @cached_property
