@@ -111,7 +111,12 @@ class History:
         cluster = self.cluster
         self.site.begin_start(start.connected)
         self.logs, self._before = [[] for _ in range(start.world)], len(cluster.happened)
-        if start.rots is not None and not self.rotten and not self.disk.lost and self.disk.rot(self.folder / "checkpoint", start.rots):
+        if (
+            start.rots is not None
+            and not self.rotten
+            and not self.disk.lost
+            and self.disk.rot(self.folder / "checkpoint", start.rots)
+        ):
             self.rotten = True
             cluster.happened.append("a bit has changed")
         mains = [self._main(number, start, rank) for rank in range(start.world)]
