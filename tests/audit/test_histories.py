@@ -352,3 +352,26 @@ def test_ranks_with_more_steps_in_turn(tmp_path: Path) -> None:
     last.load_state_dict(states)
     run = read_run(tmp_path)
     assert run.exact and all(proof.once == 24 for proof in run.epochs), run.epochs
+
+
+def test_ranks_that_share_a_lane_have_different_cursors_of_one_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """How many groups are made at once depends on the time that they take, and with it where a cursor begins."""
+    many: Any = {"batched": True, "batch_size": 7, "one_to_one": False}
+    ds = shuffled(140).map(lambda rows: {"id": list(rows["id"]) + list(rows["id"])[:3]}, **many).with_lanes(1)
+    ranks = []
+    for rank, first in enumerate((7, 112)):
+        monkeypatch.setattr("midepoch.pipeline.rows._FIRST", first)
+        loader = ds.loader(5, rank=rank, world_size=2, last_batch="uneven", audit=Ledger(tmp_path, attempt="1"))
+        batches = iter(loader)
+        for _ in range(7 + rank):  # one more than the other, which saves
+            next(batches)
+        loader.state_dict()  # writes its cursors
+        ranks.append(loader)
+    resumed = ds.loader(5, audit=Ledger(tmp_path, attempt="2"))
+    resumed.load_state_dict(ranks[0].state_dict())
+    list(resumed)
+    run = read_run(tmp_path)
+    places = [track.at(0, 7) for track in run.every[0].tracks.values()]
+    assert places[0] != places[1] and run.exact, (places, run.epochs)

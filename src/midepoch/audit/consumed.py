@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from midepoch.audit.lanes import At, LeafPlace, StagePart, places
+from midepoch.audit.lanes import At, LaneTrack, LeafPlace, StagePart, places
 from midepoch.audit.orders import KnownOrder
 from midepoch.audit.passes import Generation
 from midepoch.errors import DataNotFoundError
@@ -190,14 +190,22 @@ class LaneRun:
         return RowCounts(consumed + left, filtered + left, dropped)  # stages read on to the end, and nothing came of it
 
     def joints(self, passes: Sequence[Generation], lane: int) -> int:
-        """Return how often a pass began in a lane at other rows than those at which the pass before it was left."""
-        ends: list[tuple[Any, Any]] = []
+        """Return how often a pass began in a lane at other rows than those at which the pass before it was left.
+
+        Ranks that share a lane may form chunks of different sizes. Then the same place has several cursors: outputs of
+        one group of rows, or of the next one. The state that was loaded is of one of them.
+        """
+        ends: list[tuple[Any, list[Any]]] = []
         for one in passes:
             if (track := one.owner(lane)) is not None:
-                steps = (0, min(track.delivered, one.kept_steps))
-                begin, end = ([(p.run, p.row, p.part) for p in self.after(one, lane, step)] for step in steps)
-                ends.append((begin, end))
-        return sum(begin != end for (_, end), (begin, _) in pairwise(ends))
+                steps = min(track.delivered, one.kept_steps)
+                tracks = [other for other in one.tracks.values() if lane in other.begin and other.recorded >= steps]
+                left = [self._spots(one, lane, other, steps) for other in (track, *tracks)]
+                ends.append((self._spots(one, lane, track, 0), left))
+        return sum(begin not in left for (_, left), (begin, _) in pairwise(ends))
+
+    def _spots(self, one: Generation, lane: int, track: LaneTrack, steps: int) -> list[Any]:
+        return [(place.run, place.row, place.part) for place in self.places(one, lane, track.at(lane, steps))]
 
     def deliveries(
         self, one: Generation, number: int, step: int, later: Sequence[Generation] = (), *, known: bool = False

@@ -152,9 +152,9 @@ class Generation:
         return max(one.header.workers for one in self.of_rank.values())
 
     def owner(self, lane: int) -> LaneTrack | None:
-        """Return the record of a lane: of the ranks that share it, that of the one with the most steps."""
+        """Return the record of a lane: of the ranks that share it, that of the one with the most recorded steps."""
         tracks = [track for track in self.tracks.values() if lane in track.begin and lane not in track.ended]
-        return max(tracks, key=lambda track: track.delivered, default=None)
+        return max(tracks, key=lambda track: (track.recorded, track.delivered), default=None)
 
     def saved_before(self, load: Generation) -> Iterator[Generation]:
         """Yield the pass as it was when a state was saved which may be the one that was loaded later.
