@@ -31,6 +31,10 @@ _PAUSE, _TIMEOUT = 0.005, 10.0
 """Seconds between two looks, and seconds to wait for the removal of an empty folder."""
 
 
+_LOOKS = 100
+"""Most times that a folder is listed again because its names change."""
+
+
 class LocalStore:
     """Store with a folder for each step."""
 
@@ -119,11 +123,14 @@ class LocalStore:
     # Copies
 
     def copies(self, step: int | None = None) -> Sequence[Copy]:
-        copies = []
-        for name in self._names():
-            if (match := _COPY.match(name)) and step in (None, number := int(match[1] or match[2])):
-                signature = None if match[3] == "saving" else self._signature(name)
-                copies.append(Copy(number, name, signature if match[3] or signature else ()))
+        for _ in range(_LOOKS):
+            names, copies = self._names(), []
+            for name in names:
+                if (match := _COPY.match(name)) and step in (None, number := int(match[1] or match[2])):
+                    signature = None if match[3] == "saving" else self._signature(name)
+                    copies.append(Copy(number, name, signature if match[3] or signature else ()))
+            if set(names) == set(self._names()):
+                break  # else a step may have been replaced meanwhile, and neither of its copies seen
         return copies
 
     def _names(self) -> Sequence[str]:
