@@ -32,7 +32,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from midepoch._internal.values import reason
-from midepoch.checkpoint.store import STALE, Process, Store
+from midepoch.checkpoint.store import STALE, CheckpointStore, Process
 from midepoch.distributed.runs import run_identity
 from midepoch.distributed.world import World
 from midepoch.errors import CheckpointError
@@ -65,7 +65,7 @@ class RankError(CheckpointError):
 class Notes:
     """Notes of the ranks that meet under one name."""
 
-    store: Store
+    store: CheckpointStore
     group: str
 
     def put(self, name: str, **content: Any) -> None:
@@ -114,7 +114,7 @@ class Members:
     A rank is known from its last rendezvous. Until its first one, a note names its process.
     """
 
-    def __init__(self, store: Store, world: World) -> None:
+    def __init__(self, store: CheckpointStore, world: World) -> None:
         self._processes: dict[int, Process] = {}
         self._notes, self._own = Notes(store, ""), ""
         if world.size > 1:
@@ -403,7 +403,7 @@ def parse_name(name: str) -> tuple[str, int, str]:
     return topic, int(rank) if rank.isdigit() else -1, number
 
 
-def _read(store: Store, path: str) -> dict[str, Any]:
+def _read(store: CheckpointStore, path: str) -> dict[str, Any]:
     try:
         note: dict[str, Any] = json.loads(store.get(path) or b"{}")
     except ValueError:  # after a power loss

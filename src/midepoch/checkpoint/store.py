@@ -67,7 +67,7 @@ class Copy(NamedTuple):
         return self.place.startswith(".")
 
 
-class Store(Protocol):
+class CheckpointStore(Protocol):
     """Folder on a disk or in an object store. Problems with it are raised as OSError or FetchError.
 
     Names are paths below it. A file is written atomically and is visible to all processes after a moment.
@@ -130,7 +130,7 @@ class Store(Protocol):
         """Discard a copy that is not committed, unless its process may be alive."""
 
 
-def open_store(directory: str | os.PathLike[str], storage_options: Mapping[str, Any] | None) -> Store:
+def open_store(directory: str | os.PathLike[str], storage_options: Mapping[str, Any] | None) -> CheckpointStore:
     """Open a local folder or an address like ``s3://bucket/run``."""
     refuse_lost_slash(directory)
     address = str(directory)
@@ -148,7 +148,7 @@ def open_store(directory: str | os.PathLike[str], storage_options: Mapping[str, 
 class Steps:
     """Steps of a store."""
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: CheckpointStore) -> None:
         self.store, self.name = store, store.name
         self._manifests: dict[str, tuple[tuple[Any, ...], Manifest]] = {}  # by place: signature when read, manifest
 
