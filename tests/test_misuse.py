@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import operator
 import re
+import shutil
 import tarfile
 from collections.abc import Callable
 from pathlib import Path
@@ -459,6 +460,7 @@ def test_checkpoints_and_caches_inside_of_the_data_are_not_data(kind: str, tmp_p
     loader = ds.loader(2, audit=tmp_path / "run")
     next(loader)
     midepoch.PipelineCheckpoint(tmp_path / "checkpoints").save(loader, step=7)
+    shutil.copytree(tmp_path / "checkpoints/step_7", tmp_path / "of a store/step_7/0123456789abcdef")
     ds.map(lambda row: {"n": row["id"]}).cache(tmp_path)
     for again in (midepoch.from_files(tmp_path), midepoch.from_files(f"{tmp_path}/**/*{kind[:4]}*")):
         assert again.column_names == ["id"] and len(again) == 4

@@ -283,7 +283,7 @@ def walked(folder: str, visited: list[str]) -> tuple[list[str], list[int], list[
     return paths, sizes, times
 
 
-_OWN = re.compile(r"/(?:step_\d+/(?=manifest)|[0-9a-f]{32}/(?=complete))(manifest|complete)\.json$")
+_OWN = re.compile(r"/(?:step_\d+/(?:[0-9a-f]+/)?(?=manifest)|[0-9a-f]{32}/(?=complete))(manifest|complete)\.json$")
 """Files that only folders of checkpoints and of ``cache()`` have."""
 
 
