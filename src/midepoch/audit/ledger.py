@@ -195,6 +195,7 @@ class Ledger:
         self._journal: Journal | None = None
         self._how, self._passed = "fresh", False  # how the run comes to its next pass; True if one was begun
         self._rows, self._beside, self._ends = ("", 0), False, False
+        self._first = 0  # steps of the run before the pass
         self._gap = False  # True if the last pass could not be recorded
         self._began = self._mark = self._synced = self._waited = 0.0
         self._measured: MeasuredFigures | None = None
@@ -253,7 +254,7 @@ class Ledger:
         shard, attempt = spec.shard, self._attempt_of(spec.shard)
         self._how = "loaded" if load else "on" if self.counters[Count.STEPS] else self._how
         self._rows = (stream_name(spec, self.name), shard.index)
-        self._ends = until == UNKNOWN  # then the end is recorded when it is reached
+        self._first, self._ends = cursor.steps, until == UNKNOWN  # then the end is recorded when it is reached
         self.counters, self.due, self._passed = [0] * len(Count), 0.0, not load
         self._began = self._synced = time.perf_counter()
         self._mark = self._began + min(_FIRST_MARK, _MARK_SECONDS)
@@ -387,11 +388,15 @@ class Ledger:
             if end is not None and is_recorded:  # also if no pass comes to ask for another batch
                 self._end(end)
 
-    def saved(self) -> None:
-        """Record that a state is saved: the run may come back to this step, also after it has left this branch."""
+    def saved(self, steps: int | None) -> None:
+        """Record that a state is saved: the run may come back to this step, also after it has left this branch.
+
+        ``steps``: of the run, in the state. None with leases, whose states count acknowledged steps.
+        """
         self.flush()
-        if steps := self.counters[Count.STEPS]:
-            self._append(SAVED, b"", steps)
+        number = self.counters[Count.STEPS] if steps is None else steps - self._first
+        if number > 0:
+            self._append(SAVED, b"", number)
 
     def leave(self) -> None:
         """Write what is pending: a pass ends, or is left."""

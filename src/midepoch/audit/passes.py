@@ -21,6 +21,7 @@ _OTHER_CLOCK = 300.0
 
 
 PassKey = tuple[Shape, tuple[int, int, int, int]]
+"""Shape and beginning of a pass, which no other pass has."""
 
 
 @dataclass
@@ -164,10 +165,10 @@ class Generation:
         ranks = self.of_rank.items()
         if self.leases:
             for number in reversed(range(min(len(one.saves) for _, one in ranks))):
-                yield replace(self, of_rank={rank: one.until(one.saves[number], number) for rank, one in ranks})
+                yield replace(self, of_rank={rank: one.until(*one.saves[number]) for rank, one in ranks})
             return
         steps = {rank: load.before - one.header.cursor.steps for rank, one in ranks}  # ranks may differ in lanes
-        if any(steps[rank] in one.saves for rank, one in ranks):
+        if any(steps[rank] == saved for rank, one in ranks for saved, _ in one.saves):
             yield replace(self, of_rank={rank: one.until(steps[rank]) for rank, one in ranks})
 
     def skipped(self, steps: int) -> int:

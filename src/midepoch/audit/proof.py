@@ -202,7 +202,7 @@ class History:
     def _is_after(self, look: Generation, one: Generation, units: Intervals) -> bool:
         """Return True if a record begins after a look, whose units are done there, and no others."""
         if look.shape.epoch != one.shape.epoch:
-            return one.shape.epoch > look.shape.epoch and self._run.is_through(look)
+            return one.shape.epoch > look.shape.epoch and self._run.reached_end(look)
         before, after = claim_of(look, self._run), claim_of(one, self._run)
         own = units.intersection(after.all_units)
         return not own.minus(after.done) and not after.done.minus(own.union(before.done, before.excluded))
@@ -247,7 +247,7 @@ class History:
                 self._restore(branch)
                 for before in (*branch.passes[:number], saved):
                     self._count(before)
-                knows_end = not load.cursor.lanes_ended or self._run.is_through(saved)
+                knows_end = not load.cursor.lanes_ended or self._run.reached_end(saved)
                 if knows_end and self._is_at(load, claim):
                     self.kept[-1], one.kept_steps = one, saved.most_steps
                     if saved.most_steps <= in_line.get(one.key, 0):
@@ -340,11 +340,11 @@ def _is_beyond(track: LaneTrack, lanes: list[int], done: Mapping[int, int], step
 def _may_be_look(one: Generation, run: Run) -> bool:
     """Return True if no rank received more than a first batch, as far as it could be recorded.
 
-    The only batch of an epoch is none. The last batch after a loaded state may be one: ``set_epoch`` returns to it.
+    The only batch of an epoch is no look. The last batch after a loaded state may be: ``set_epoch`` returns to it.
     """
     if one.most_steps > 1 or one.leases or one.lost:
         return False
-    return not run.is_through(one) or (one.most_steps == 1 and one.cursor.begun)
+    return not run.reached_end(one) or (one.most_steps == 1 and one.cursor.begun)
 
 
 def stretches(records: Sequence[Generation]) -> dict[PassKey, Stretch]:

@@ -342,14 +342,12 @@ class Passed:
         return self.header.shape
 
     @cached_property
-    def saves(self) -> list[int]:
-        """The number of steps before each state that was saved."""
-        return [record.number for record in self.records if record.kind == SAVED]
+    def saves(self) -> list[tuple[int, int]]:
+        """The steps before each state that was saved, and the number of records before it."""
+        return [(record.number, place) for place, record in enumerate(self.records) if record.kind == SAVED]
 
-    def until(self, steps: int, save: int | None = None) -> Passed:
-        """Return the record as it was after some steps or, of leases, when state ``save`` was saved."""
-        places = [place for place, record in enumerate(self.records) if record.kind == SAVED]
-        stop = len(self.records) if save is None else places[save]
+    def until(self, steps: int, stop: int | None = None) -> Passed:
+        """Return the record as it was after some steps. ``stop``: only with so many of its records."""
         kept = [record for record in self.records[:stop] if record.kind != OVER or steps >= self.steps]
         return replace(_passed(self.header, kept, self.path, min(max(steps, 0), self.steps)), reused=self.reused)
 

@@ -465,7 +465,7 @@ class Run:
         taken = sum(track.taken(lane, min(steps, known)) for lane, track in tracks)
         return taken + max(0, steps - known) * one.shape.global_batch
 
-    def is_through(self, one: Generation) -> bool:
+    def reached_end(self, one: Generation) -> bool:
         """Return True if all ranks that have a record of a pass came to the end of the epoch in it."""
         return self._finished(one) >= set(one.of_rank)
 

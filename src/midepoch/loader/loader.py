@@ -293,7 +293,7 @@ class Loader(Resumable):
             at, own = tracker.cursor(alone=alone)
             cursor = cursor if tracker.complete else at
         if self._ledger is not None:
-            self._ledger.saved()
+            self._ledger.saved(cursor.steps if tracker is None else None)
         planning = self._options.planning
         leased = [] if own is None else own.to_json()
         if tracker is not None and self._options.context_rank:
