@@ -219,6 +219,41 @@ def test_rows_of_several_sources(open_ds: Callable[[], midepoch.Dataset]) -> Non
         make().exclude(rows={"books": [1]})
 
 
+@pytest.mark.parametrize("edit", ["rows", "steps", "weights"])
+@pytest.mark.parametrize("resumed", [False, True], ids=["fresh", "resumed"])
+@pytest.mark.parametrize("in_lanes", [False, True], ids=["positions", "lanes"])
+def test_an_edit_after_a_look_leaves_the_looked_at_batch_in_the_pass(
+    open_ds: Callable[[], midepoch.Dataset], tmp_path: Path, edit: str, resumed: bool, in_lanes: bool
+) -> None:
+    def make() -> midepoch.Loader:
+        ds = open_ds().shuffle(seed=1)
+        if in_lanes:
+            ds = midepoch.mix({"web": ds.take(18), "code": ds.slice(18)}, [1, 1], seed=1, stop="all")
+        return ds.loader(2, audit=tmp_path)
+
+    if edit == "weights" and not in_lanes:
+        pytest.skip("only a mix has weights")
+    loader, before = make(), 0
+    if resumed:
+        before = len(first_batches(loader, 3))
+        state = loader.state_dict()
+        loader.close()
+        loader = make()
+        loader.load_state_dict(state)
+    looked = ids(next(iter(loader)))
+    if edit == "rows":
+        loader.exclude(rows={"web": [0]} if in_lanes else [0])
+    elif edit == "steps":
+        loader.exclude(steps=[loader.steps + 3])
+    else:
+        loader.set_weights([3, 1])
+    assert loader.steps == before
+    assert set(looked) <= {row for batch in epoch_of(loader) for row in batch}
+    loader.close()
+    run = read_run(tmp_path)
+    assert run.exact and run.epochs[0].complete
+
+
 def test_an_iterator_continues_and_so_do_states(open_ds: Callable[[], midepoch.Dataset], caplog: Any) -> None:
     whole = epoch_of(open_ds().shuffle(seed=1).loader(4))
     for workers in (0, 2):
@@ -232,12 +267,13 @@ def test_an_iterator_continues_and_so_do_states(open_ds: Callable[[], midepoch.D
         assert loader.exclude(steps=range(6, 9)) == 9  # the last one has one row
         assert [ids(batch) for batch in batches] == whole[4:7]
         assert loader.epoch == 1 and loader.steps == 5 and len(epoch_of(loader)) == 10 and loader.steps == 15
-    # After a pass was left, it continues; at the end of an epoch, steps are those of the next.
+    # After a look, the pass begins where the look began; at the end of an epoch, steps are those of the next.
     loader = open_ds().loader(4)
     for _ in loader:
         break
     loader.exclude(steps=range(3, 5))
-    assert [batch[0] for batch in epoch_of(loader)] == [4, 16, 20, 24, 28, 32, 36]
+    assert loader.steps == 0
+    assert [batch[0] for batch in epoch_of(loader)] == [0, 4, 16, 20, 24, 28, 32, 36]
     assert loader.steps == 8
     loader.exclude(steps=range(9, 17))
     assert [batch[0] for batch in epoch_of(loader)] == [32, 36] and (loader.epoch, loader.steps) == (2, 10)

@@ -260,6 +260,8 @@ class Loader(Resumable):
         at, live = self._where(), self._current()
         if live is not None and live.is_open:
             return live.start if live.start.epoch > at.epoch else at
+        if self._run.kind is runs.Kind.LOOKED and self._leases.tracker is None:
+            at = self._run.next  # the next pass begins where the look began
         return at.next_epoch() if self._is_over(at) else at
 
     def _is_over(self, cursor: Cursor) -> bool:
