@@ -167,9 +167,9 @@ def be_rank(pipeline: Any, start: Start, rank: int, folder: Path) -> None:
     _write(log, {"from": step, "lanes": loader.state_dict()["lanes"]})
     pace = random.Random(start.number * 100 + rank)
     while loader.epoch < EPOCHS:
-        epoch = loader.epoch
         for batch in loader:
             step += 1
+            epoch = loader._run.cursor.epoch  # loader.epoch may be the old one until the first batch after a restore
             _write(log, {"step": step, "epoch": epoch, "outputs": pipeline.outputs(batch)})
             time.sleep(pace.random() * 0.002)
             if step % start.interval == 0:
