@@ -114,6 +114,38 @@ def test_workers_end_with_the_epoch_unless_persistent(ds: midepoch.Dataset) -> N
     assert not children()
 
 
+def settled(path: Path) -> None:
+    """Wait until nothing is appended to a file: the workers have made all that they may make ahead."""
+    size = -1
+    while size != (size := path.stat().st_size):
+        time.sleep(0.1)
+
+
+@pytest.mark.parametrize("how", ["edit", "break"])
+@pytest.mark.parametrize("kind", ["process", "thread"])
+def test_workers_whose_slots_are_all_full_of_another_plan_make_the_next_one(
+    ds: midepoch.Dataset, tmp_path: Path, kind: str, how: str
+) -> None:
+    made, taken = tmp_path / "made", 3
+
+    def note(row: dict[str, Any]) -> dict[str, Any]:
+        with made.open("ab") as file:
+            file.write(b".")
+        return row
+
+    plain, loaders = [batch["id"].tolist() for batch in ds.shuffle(seed=1).loader(2)], ds.shuffle(seed=1).map(note)
+    with loaders.loader(2, 2, worker_type=kind, prefetch=2, persistent_workers=True, timeout=60) as loader:
+        batches = iter(loader)
+        for _ in range(taken):
+            next(batches)
+        settled(made)
+        if how == "edit":
+            loader.exclude(steps=[taken + 1])
+        else:
+            batches = iter(loader)
+        assert [batch["id"].tolist() for batch in batches] == plain[taken + (how == "edit") :]
+
+
 def test_dropped_loader_leaves_no_process(ds: midepoch.Dataset) -> None:
     iterator = iter(ds.loader(2, num_workers=2))
     next(iterator)

@@ -270,16 +270,21 @@ class WorkerPool:
             self._owed[number] += problem is None
             if run == self._run:
                 break
+            self._grant(number)  # batches of the plan before may be in all of its slots
         self._tell(2)
         if problem is not None:
             self.crew.fail(number, problem)
-        if self._owed[number] >= self._credit_step:
-            self.crew.tell(number, SHORT + array("i", self._grants(number)).tobytes())
+        self._grant(number)
         return made  # type: ignore[no-any-return]
 
     def is_ready(self, step: int, seconds: float) -> bool:
         """Return True if something arrives from the worker of a step within a time."""
         return self.crew.is_ready(step % len(self.crew), seconds)
+
+    def _grant(self, number: int) -> None:
+        """Let a worker make more batches ahead, if it may make enough of them."""
+        if self._owed[number] >= self._credit_step:
+            self.crew.tell(number, SHORT + array("i", self._grants(number)).tobytes())
 
     def _grants(self, number: int) -> list[int]:
         owed, self._owed[number] = self._owed[number], 0
