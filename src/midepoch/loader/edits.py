@@ -174,7 +174,8 @@ def _sparing(before: PipelineSpec, after: PipelineSpec, cursor: Cursor) -> Curso
     for number, lane in cursor.lanes.items():
         own, spared, packing = Shard(number, before.lanes), dict(lane.spared), Packing(traced=True, noted=True)
         made = up_to_done(before.node, bundles, packing, cursor.epoch, own, lane, after.excluded)
-        at, gone = made.at(made.count), outputs_of_rows(made, after.excluded, lane.taken)
+        at = made.at(made.count)
+        gone = EMPTY if before.node.joins_rows else outputs_of_rows(made, after.excluded, lane.taken)
         reached = list(Reach(bundles, packing, lane).drawn(before.node, at, cursor.epoch, own))
         for drawn in reached:
             passes = [each[1:] for each in packing.opened or () if each[0] == drawn.leaf]

@@ -138,6 +138,11 @@ Excluded = tuple[Intervals, ...]
 """For each source its rows before the shuffle, or nothing at all if there are none."""
 
 
+def _joins_rows(steps: Any) -> bool:
+    """Return True if a function of a source or a stage makes rows of groups of rows."""
+    return any(isinstance(step, Map) and not step.one_to_one for step in getattr(steps, "steps", ()))
+
+
 def source_names(node: Node) -> tuple[str, ...]:
     """Return the names of the sources, if a mix of single sources gave them some."""
     base = node.base
@@ -439,6 +444,14 @@ class Node:
             return self  # columns that a part lacks are null
         step = replace(step, names=needed)
         return Node(replace(self.base, parts=tuple(part.with_step(step) for part in self.base.parts)), self.stages)
+
+    @property
+    def joins_rows(self) -> bool:
+        """True if an output may be made of several rows. Provenance names only the first of them."""
+        base, joins = self.base, any(isinstance(stage, Rebatch) or _joins_rows(stage) for stage in self.stages)
+        if isinstance(base, Leaf):
+            return joins or _joins_rows(base)
+        return joins or isinstance(base, Zip) or any(part.joins_rows for part in base.parts)
 
     @property
     def _has_whole_groups(self) -> bool:

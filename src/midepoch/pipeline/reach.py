@@ -60,7 +60,8 @@ def open_flow(
 
         base_seed = bundles.engines[leaf].leaf.global_seed or 0
         run = RunContext(spec.seed, epoch, path=path, generators=Generators(spec.seed, base_seed, path))
-        return stage(spec.stages[-1], source, cursor, run, packing, lane, bundles.excluded if spared else ())
+        gone = bundles.excluded if spared and not spec.joins_rows else ()
+        return stage(spec.stages[-1], source, cursor, run, packing, lane, gone)
     base = spec.base
     if isinstance(base, Leaf):
         assert isinstance(cursor, RowAt)
@@ -187,7 +188,7 @@ def up_to_done(
     flow = open_flow(node, bundles, packing, epoch, lane, cursor.at, cursor.spared)
     intake = Puller(flow, cursor.at)
     taken = intake.take(int(cursor.done.stops[-1]) - cursor.taken if cursor.done else 0)
-    if excluded is not None and _only_packs(node, intake.cursor):
+    if excluded is not None and _only_packs(node, intake.cursor) and not node.joins_rows:
         return taken.joined(_of_excluded(intake, excluded))
     for _ in range(_MOST_CHUNKS if excluded is not None else 0):
         if not _in_progress(node, intake.cursor) or not intake.has_more():
