@@ -42,7 +42,7 @@ def test_two_features(pair: tuple[str, str], pipeline: str, tmp_path: Path) -> N
     ledger = Ledger(tmp_path / "whole", attempt="1")
     loader = case.make(audit=ledger)
     log, states = [], [loader.state_dict()]
-    first = 1 if case.edits else 0
+    first = 2 if case.edits else 0
     for batch in case.batches(loader, first) if first else ():
         log.append(batch)
     for edit in case.edits:

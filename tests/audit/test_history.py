@@ -147,6 +147,40 @@ def test_a_rank_without_a_record(ds: midepoch.Dataset, tmp_path: Path) -> None:
     assert told(run) == (27, 0, 13, 0, 0) and run.problems == ["epoch 0 after step 0: no record of rank 2 of 3"]
 
 
+@pytest.mark.parametrize("resumed", [False, True], ids=["next epoch", "resumed"])
+@pytest.mark.parametrize("name", ["rows", "mix", "one lane"])
+def test_steps_that_one_of_the_ranks_that_share_a_lane_left_out_are_lost(
+    tmp_path: Path, name: str, resumed: bool
+) -> None:
+    ds = midepoch.from_dict({"id": list(range(40))}).shuffle(seed=1)
+    if name == "mix":
+        ds = midepoch.mix([ds, midepoch.from_dict({"id": list(range(40, 60))})], [2, 1], stop="first")
+    elif name == "one lane":
+        ds = ds.filter(lambda row: row["id"] >= 0).with_lanes(1)
+
+    def ranks(attempt: str) -> list[midepoch.Loader]:
+        ledger = Ledger(tmp_path, attempt=attempt)
+        return [ds.loader(3, rank=rank, world_size=2, last_batch="uneven", audit=ledger) for rank in range(2)]
+
+    ahead, behind = ranks("a")
+    found = [id_ for _, batch in zip(range(2), behind, strict=False) for id_ in batch["id"].tolist()]
+    if resumed:
+        found += [id_ for _, batch in zip(range(5), ahead, strict=False) for id_ in batch["id"].tolist()]
+        state = ahead.state_dict()
+        for loader in ranks("b"):
+            loader.load_state_dict(state)
+            found += [id_ for batch in loader for id_ in batch["id"].tolist()]
+    else:
+        found += [id_ for batch in ahead for id_ in batch["id"].tolist()]
+        for loader in (ahead, behind):
+            loader.set_epoch(1)
+            list(loader)
+    run = read_run(tmp_path)
+    proof = run.epochs[0]
+    assert len(set(found)) < proof.rows and not run.exact and not proof.complete
+    assert proof.once <= len(set(found)) and proof.never >= proof.rows - len(set(found))
+
+
 def test_tensor_parallel_processes_count_once(
     ds: midepoch.Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

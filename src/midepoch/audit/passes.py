@@ -157,6 +157,18 @@ class Generation:
         tracks = [track for track in self.tracks.values() if lane in track.begin and lane not in track.ended]
         return max(tracks, key=lambda track: (track.recorded, track.delivered), default=None)
 
+    def common_steps(self, lane: int, most: int | None = None) -> int:
+        """Return the steps of a lane that all ranks took that share it. ``most``: not more than these.
+
+        A rank that came to the end of the epoch had nothing in the steps that others took after that.
+        """
+        track = self.owner(lane)
+        if track is None:
+            return 0
+        sharing = (one for one in self.of_rank.values() if one.track is not None and lane in one.track.begin)
+        common = min((one.steps for one in sharing if not one.finished), default=track.recorded)
+        return min(common, track.recorded, track.recorded if most is None else most)
+
     def saved_before(self, load: Generation) -> Iterator[Generation]:
         """Yield the pass as it was when a state was saved which may be the one that was loaded later.
 

@@ -396,7 +396,7 @@ def delivered_by(one: Generation, run: Run, steps: int | None = None) -> Interva
     if one.leases:
         return _acknowledged(one, run)
     if one.in_lanes:
-        return EMPTY.union(*(_outputs(one, lane, steps) for lane in range(one.lanes)))
+        return EMPTY.union(*(outputs_in(one, lane, one.common_steps(lane, steps)) for lane in range(one.lanes)))
     plan = run.plan_of(one)
     counts = {rank: count if steps is None else min(count, steps) for rank, count in one.steps.items()}
     common = 0 if one.missing else min(counts.values())
@@ -422,14 +422,13 @@ def own_positions(plan: StepPlan, steps: range, shard: Shard) -> Int64Array:
     return asked.positions[: asked.genuine] if asked.genuine is not None else asked.positions
 
 
-def _outputs(one: Generation, lane: int, steps: int | None) -> Intervals:
-    """Return the outputs of a lane that were delivered, by the record of the rank that has most of them."""
-    track = one.owner(lane)
+def outputs_in(one: Generation, lane: int, steps: int) -> Intervals:
+    """Return the outputs of a lane in the first steps of a pass, without those that were done before."""
+    track, at = one.owner(lane), one.cursor.lanes.get(lane, LaneCursor())
     if track is None:
         return EMPTY
-    count = track.recorded if steps is None else min(track.recorded, steps)
-    at = one.cursor.lanes.get(lane, LaneCursor())
-    return in_lane(lane, Intervals.of(track.taken(lane, 0), track.taken(lane, count)).minus(at.done))
+    taken = track.taken(lane, min(steps, track.recorded))
+    return in_lane(lane, Intervals.of(track.taken(lane, 0), taken).minus(at.done))
 
 
 def _dropped(one: Generation) -> Intervals:

@@ -13,7 +13,7 @@ from midepoch.audit import naming
 from midepoch.audit.consumed import LaneRun, RowCounts
 from midepoch.audit.orders import KnownOrder, WeightChange, weight_changes
 from midepoch.audit.passes import Generation, PassKey, ledger_folder, read_generations
-from midepoch.audit.proof import EpochUnits, History, LeaseCounts, units_in
+from midepoch.audit.proof import EpochUnits, History, LeaseCounts, outputs_in, units_in
 from midepoch.errors import DataNotFoundError, StateError
 from midepoch.order import Shard
 from midepoch.order.budget import Budget
@@ -351,13 +351,17 @@ class Run:
             lanes, numbers = self.lanes_of(kept[-1]), range(kept[-1].lanes)
             total = RowCounts(*map(sum, zip(*(lanes.counts(kept, lane) for lane in numbers), strict=True)))
             wrong, left = sum(lanes.joints(kept, lane) for lane in numbers), total.left
+        lost = units.never
+        if over:  # of the ranks that share a lane, some may have left the epoch before others
+            outputs = (outputs_in(one, lane, one.kept_steps) for one in kept for lane in range(one.lanes))
+            lost = lost.union(EMPTY.union(*outputs).minus(units.kept).minus(units.excluded))
         made = sum(self.lanes_of(one).rows_of(one, one.most_steps) for one in passes)
         consumed = sum(self.lanes_of(one).rows_of(one, one.kept_steps) for one in kept)
         excluded = sum(self.lanes_of(one).excluded_rows(one) for one in kept if one.first.header.excluded)
         return EpochProof(
             rows=total.consumed + total.dropped + left,
-            once=total.consumed - excluded,
-            never=len(units.never) + wrong + (left if over else 0),
+            once=max(0, total.consumed - excluded - len(lost)),
+            never=len(lost) + wrong + (left if over else 0),
             dropped=total.dropped,
             pending=0 if over else left or total.begun,
             again=max(0, made - consumed),
