@@ -20,7 +20,5 @@ def plain_forks() -> Iterator[Forks]:
 def jax_forks() -> Iterator[Forks]:
     """Runs scripts that use JAX and Orbax, which take 3 s to import. JAX has no thread until its first array."""
     pytest.importorskip("orbax.checkpoint")
-    with Forks(
-        "numpy.random", "flax.nnx", "orbax.checkpoint", "midepoch.checkpoint.backends.orbax", *MIDEPOCH
-    ) as forks:
+    with Forks("numpy.random", "flax.nnx", "orbax.checkpoint", "midepoch.checkpoint.orbax", *MIDEPOCH) as forks:
         yield forks

@@ -33,9 +33,9 @@ LIBRARIES = {
     "dcp": (
         "torch.distributed.checkpoint.state_dict",
         "torch.utils.serialization.config",
-        "midepoch.checkpoint.backends.dcp",
+        "midepoch.checkpoint.dcp",
     ),
-    "orbax": ("flax.nnx", "orbax.checkpoint", "midepoch.checkpoint.backends.orbax"),
+    "orbax": ("flax.nnx", "orbax.checkpoint", "midepoch.checkpoint.orbax"),
 }
 
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from midepoch.checkpoint import PipelineCheckpoint
 from midepoch.checkpoint.arrays import ArraySpec, spec_of
-from midepoch.checkpoint.backends.dcp import _metadata
+from midepoch.checkpoint.dcp import _metadata
 from midepoch.errors import CheckpointDamagedError
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

@@ -8,17 +8,16 @@ import numpy as np
 import pytest
 import torch
 
-from midepoch.checkpoint import tensor_files
-from midepoch.checkpoint.arrays import spec_of
+from midepoch.checkpoint import arrays
+from midepoch.checkpoint.arrays import StoredArray, spec_of
 from midepoch.checkpoint.files import BytesSource
-from midepoch.checkpoint.tensor_files import StoredArray
 
 
 @pytest.mark.parametrize("length", [0, 1, 250, 1000, 1001])
 @pytest.mark.parametrize("threads", [1, 4])
 def test_all_chunks_arrive(length: int, threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tensor_files, "_CHUNK", 1000)
-    monkeypatch.setattr(tensor_files, "_READERS", threads)
+    monkeypatch.setattr(arrays, "_CHUNK", 1000)
+    monkeypatch.setattr(arrays, "_READERS", threads)
     values = torch.arange(length, dtype=torch.float32)
     data = np.concatenate([np.zeros(24, np.uint8), values.numpy().view(np.uint8)])
     array = StoredArray("w", spec_of(values), BytesSource(data), 24)

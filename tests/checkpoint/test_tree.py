@@ -80,9 +80,9 @@ def test_any_tree_comes_back(tree: Any, inline: int) -> None:
     encoded = encode(tree, "tree", inline=inline)
     text = json.loads(json.dumps(encoded.json, allow_nan=False))
     assert array_specs(text).keys() == encoded.arrays.keys()
-    from midepoch.checkpoint import tensor_files
+    from midepoch.checkpoint.arrays import find_arrays, write_arrays
     from midepoch.checkpoint.files import BytesSource, ChecksumSink
-    from midepoch.checkpoint.tensor_files import StoredTree
+    from midepoch.checkpoint.tree import StoredTree
 
     class Sink(bytearray):
         def write(self, data: memoryview) -> None:
@@ -90,9 +90,9 @@ def test_any_tree_comes_back(tree: Any, inline: int) -> None:
 
     sink = Sink()
     if encoded.arrays:
-        tensor_files.write_arrays(ChecksumSink(sink), encoded.arrays)
+        write_arrays(ChecksumSink(sink), encoded.arrays)
     source = BytesSource(np.frombuffer(sink, np.uint8))
-    stored = tensor_files.find_arrays(source, array_specs(text).items()) if encoded.arrays else {}
+    stored = find_arrays(source, array_specs(text).items()) if encoded.arrays else {}
     assert same(_native(tree), StoredTree(text, stored).read())
 
 

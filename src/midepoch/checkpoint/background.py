@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 from midepoch._internal.values import loaded, reason
-from midepoch.checkpoint.arrays import Bytes, bytes_of
-from midepoch.checkpoint.files import run_in_threads
+from midepoch.checkpoint.arrays import bytes_of
+from midepoch.checkpoint.files import Bytes, run_in_threads
 from midepoch.checkpoint.tree import EncodedTree
 
 _log = logging.getLogger("midepoch")

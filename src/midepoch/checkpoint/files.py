@@ -14,10 +14,11 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 
-from midepoch.checkpoint.arrays import Bytes
 from midepoch.errors import CheckpointDamagedError
 
+Bytes = npt.NDArray[np.uint8]
 PIECE = 32 << 20
 _LARGE = 1 << 20
 """Bytes from which a checksum is computed in a thread of its own."""

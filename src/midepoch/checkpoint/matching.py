@@ -12,8 +12,16 @@ from typing import Any
 
 import numpy as np
 
-from midepoch.checkpoint.arrays import ArraySpec, UnsupportedError, bytes_of, is_array, make_array, spec_of
-from midepoch.checkpoint.tensor_files import StoredArray, is_array_or_stored
+from midepoch.checkpoint.arrays import (
+    ArraySpec,
+    StoredArray,
+    UnsupportedError,
+    bytes_of,
+    is_array,
+    is_array_or_stored,
+    make_array,
+    spec_of,
+)
 from midepoch.checkpoint.tree import is_mapping, node_children
 from midepoch.errors import CheckpointMismatchError
 

@@ -1,4 +1,4 @@
-"""State of a pipeline as an item of an Orbax checkpoint, beside the model that Orbax saves.
+"""Orbax: the state of a pipeline as an item of an Orbax checkpoint, and the backend of PipelineCheckpoint.
 
 manager.save(step, args=ocp.args.Composite(model=ocp.args.StandardSave(state), data=DataSave(loader)))
 manager.restore(step, args=ocp.args.Composite(model=…, data=DataRestore(loader)))
@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import io
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -16,9 +19,19 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from midepoch.checkpoint import stateful
+from midepoch.checkpoint.arrays import (
+    SAFETENSORS,
+    ArraySpec,
+    bytes_of,
+    find_arrays,
+    make_array,
+    write_arrays,
+)
+from midepoch.checkpoint.backends import ReadJson, Restorable, Snapshot, quoted_name
 from midepoch.checkpoint.files import BytesSource
-from midepoch.checkpoint.tensor_files import StoredTree, find_arrays, write_arrays
-from midepoch.checkpoint.tree import array_specs, decode, encode
+from midepoch.checkpoint.stateful import check_fits, load_state, state_of
+from midepoch.checkpoint.tree import EncodedTree, StoredTree, array_specs, decode, encode
+from midepoch.distributed.world import World
 from midepoch.errors import CheckpointDamagedError, CheckpointMismatchError, CheckpointNotFoundError
 
 
@@ -86,3 +99,84 @@ def _read(directory: Any, name: str) -> Any:
         return decode(text, {})
     data = np.frombuffer((directory / f"{name}.safetensors").read_bytes(), np.uint8)
     return StoredTree(text, find_arrays(BytesSource(data), specs.items())).read()
+
+
+class OrbaxBackend:
+    """Backend that saves arrays that span several processes, and restores them with another topology.
+
+    The folder is an Orbax checkpoint with a dict of arrays by name for each model, which Orbax reads without midepoch.
+    """
+
+    def __init__(self, world: World, allow_pickle: bool) -> None:  # noqa: ARG002  Orbax asks JAX itself
+        self._allow_pickle = allow_pickle
+
+    def snapshot(self, models: Mapping[str, Any], *, copy: bool) -> Snapshot:
+        encoded = {name: self._encoded(model, name) for name, model in models.items()}
+        tree = {
+            name: {quoted_name(key): _for_orbax(spec, value, copy) for key, (spec, value) in each.arrays.items()}
+            for name, each in encoded.items()
+            if each.arrays
+        }
+
+        def write(folder: Path) -> None:
+            with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+                checkpointer.save(folder, args=ocp.args.PyTreeSave(tree))
+
+        return Snapshot({name: EncodedTree(each.json) for name, each in encoded.items()}, write if tree else None)
+
+    def load(self, folder: Path, models: Mapping[str, Any], read: ReadJson) -> list[Restorable]:
+        loaded = []
+        for name, model in models.items():
+            tree = self._tree(folder, name, read(name), self._encoded(model, name).arrays)
+            check_fits(model, tree, name)
+            loaded.append(Restorable(name, partial(load_state, model, tree, name)))
+        return loaded
+
+    def read(self, folder: Path, name: str, read: ReadJson) -> Any:
+        return self._tree(folder, name, read(name), {})
+
+    def _encoded(self, model: Any, name: str) -> EncodedTree:
+        return encode(state_of(model), name, inline=0, distributed=("jax",), allow_pickle=self._allow_pickle)
+
+    def _tree(self, folder: Path, name: str, json: Any, current: Mapping[str, tuple[ArraySpec, Any]]) -> Any:
+        specs = array_specs(json)
+        if not specs:
+            return decode(json, {}, allow_pickle=self._allow_pickle)
+        targets = {quoted_name(key): _target(spec, current.get(key)) for key, spec in specs.items()}
+        args = ocp.args.PyTreeRestore(
+            item={name: dict.fromkeys(targets, 0)}, restore_args={name: targets}, partial_restore=True
+        )
+        with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+            try:
+                flat = checkpointer.restore(folder, args=args)[name]
+            except (ValueError, KeyError, OSError) as problem:
+                raise CheckpointDamagedError(f"Orbax cannot read {name}: {problem!s:.300}") from problem
+        arrays = {key: _from_orbax(spec, flat[quoted_name(key)]) for key, spec in specs.items()}
+        return decode(json, arrays, allow_pickle=self._allow_pickle)
+
+
+def _for_orbax(spec: ArraySpec, value: Any, copy: bool) -> Any:
+    if isinstance(value, jax.Array) and not value.is_fully_addressable:
+        return value  # of several processes: Orbax needs it as it is, and its memory is not shared
+    data = bytes_of(value)
+    # A dtype that Orbax may not support is stored as bytes.
+    known = spec.dtype in SAFETENSORS
+    array = make_array(ArraySpec("numpy", spec.dtype, spec.shape), data) if known else data
+    return np.array(array) if copy else array
+
+
+def _target(spec: ArraySpec, current: tuple[ArraySpec, Any] | None) -> Any:
+    """Return Orbax's arguments for an array: on the devices of the current one if it spans several processes."""
+    value = current[1] if current is not None else None
+    if isinstance(value, jax.Array) and not value.is_fully_addressable and spec.library != "key":
+        return ocp.ArrayRestoreArgs(sharding=value.sharding, global_shape=value.shape)
+    return ocp.RestoreArgs(restore_type=np.ndarray)
+
+
+def _from_orbax(spec: ArraySpec, value: Any) -> Any:
+    if isinstance(value, jax.Array) and not value.is_fully_addressable:
+        return value
+    data = bytes_of(np.array(value))
+    if len(data) != spec.nbytes:
+        raise CheckpointDamagedError(f"Orbax has {len(data)} bytes for {spec.dtype} {spec.shape}")
+    return make_array(spec, data)

@@ -12,13 +12,13 @@ from functools import partial
 from typing import Any
 
 from midepoch.checkpoint import disk, files, rng, stateful
+from midepoch.checkpoint.arrays import StoredArray, find_arrays
 from midepoch.checkpoint.backends import Backend, Restorable
 from midepoch.checkpoint.manifest import Manifest, checked_name
 from midepoch.checkpoint.rendezvous import Follower, Leader, Members, Notes, lead
 from midepoch.checkpoint.saving import BACKEND_PART, Contents, rank_part
 from midepoch.checkpoint.store import StepRemovedError, Steps
-from midepoch.checkpoint.tensor_files import StoredArray, StoredTree, find_arrays
-from midepoch.checkpoint.tree import array_specs
+from midepoch.checkpoint.tree import StoredTree, array_specs
 from midepoch.distributed.world import World
 from midepoch.errors import (
     CheckpointDamagedError,

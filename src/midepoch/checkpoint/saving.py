@@ -17,12 +17,12 @@ from typing import Any, NamedTuple
 from midepoch._internal.values import loaded, reason
 from midepoch.checkpoint import manifest as manifests
 from midepoch.checkpoint import rng, stateful
+from midepoch.checkpoint.arrays import write_arrays
 from midepoch.checkpoint.backends import Backend
 from midepoch.checkpoint.files import Checksums, ChecksumSink, SideThread, file_checksums
 from midepoch.checkpoint.manifest import Manifest
 from midepoch.checkpoint.rendezvous import Follower, Leader, Members, Notes, lead
 from midepoch.checkpoint.store import Steps
-from midepoch.checkpoint.tensor_files import write_arrays
 from midepoch.checkpoint.tree import INLINE, EncodedTree, encode
 from midepoch.distributed.keyvalue import differences
 from midepoch.distributed.world import World

@@ -26,7 +26,15 @@ import numpy as np
 
 from midepoch._internal.values import loaded
 from midepoch.checkpoint import arrays
-from midepoch.checkpoint.arrays import ArraySpec, IncompleteError, UnsupportedError, bytes_of, is_array, make_array
+from midepoch.checkpoint.arrays import (
+    ArraySpec,
+    IncompleteError,
+    StoredArray,
+    UnsupportedError,
+    bytes_of,
+    is_array,
+    make_array,
+)
 from midepoch.errors import CheckpointDamagedError, CheckpointError
 
 INLINE = 8 << 10
@@ -366,3 +374,25 @@ def _text(value: Any) -> str:
     if not isinstance(value, str):
         raise ValueError(f"expected a string, got {value!r:.40}")
     return value
+
+
+@dataclass(frozen=True)
+class StoredTree:
+    """Tree of values whose arrays have not been read."""
+
+    json: Any
+    arrays: Mapping[str, StoredArray]
+    allow_pickle: bool = False
+
+    def outline(self) -> Any:
+        """Return the tree with a ``StoredArray`` for each array, to check whether it fits."""
+        return decode(self.json, self.arrays, allow_pickle=self.allow_pickle)
+
+    def read(self, targets: Mapping[str, Any] | None = None) -> Any:
+        """Return the tree, its arrays read into the targets of their names, or into new memory."""
+        targets = targets or {}
+        arrays = {
+            name: stored.read_into(targets[name]) if name in targets else stored.read()
+            for name, stored in self.arrays.items()
+        }
+        return decode(self.json, arrays, allow_pickle=self.allow_pickle)

@@ -36,11 +36,10 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from midepoch._internal.values import reason
-from midepoch.checkpoint.arrays import ArraySpec, bytes_of, is_sharded, make_array
+from midepoch.checkpoint.arrays import ArraySpec, StoredArray, bytes_of, is_sharded, make_array
 from midepoch.checkpoint.backends import ReadJson, Restorable, Snapshot, quoted_name
 from midepoch.checkpoint.files import BytesSource
 from midepoch.checkpoint.stateful import check_fits, is_distributed, load_state, restore_targets, state_of
-from midepoch.checkpoint.tensor_files import StoredArray
 from midepoch.checkpoint.tree import EncodedTree, array_specs, decode, encode
 from midepoch.distributed.world import World
 from midepoch.errors import CheckpointDamagedError, CheckpointError, CheckpointMismatchError

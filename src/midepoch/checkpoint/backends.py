@@ -64,7 +64,7 @@ def backend_named(name: str, world: World, allow_pickle: bool) -> Backend | None
             f"backend={name!r} with {world.size} ranks needs {library}.distributed, initialised with as many."
         )
     try:
-        module = import_module(f"midepoch.checkpoint.backends.{name}")
+        module = import_module(f"midepoch.checkpoint.{name}")
     except ImportError as problem:
         command = f'pip install "midepoch[{library}]"'
         raise ImportError(f"backend={name!r} needs more packages: {command} ({problem})") from problem
