@@ -22,10 +22,10 @@ from forks import forked
 from midepoch.checkpoint import (
     CheckpointSaveError,
     PipelineCheckpoint,
-    disk,
+    local,
 )
 from midepoch.checkpoint.background import Background
-from midepoch.checkpoint.disk import LocalSink
+from midepoch.checkpoint.local import LocalSink
 from midepoch.checkpoint.manifest import Manifest
 from midepoch.testing import same
 
@@ -145,7 +145,7 @@ PROGRAM = """
 import os, sys, time, numpy as np
 from pathlib import Path
 from midepoch.checkpoint import PipelineCheckpoint
-from midepoch.checkpoint.disk import LocalSink
+from midepoch.checkpoint.local import LocalSink
 
 folder, problem = Path(sys.argv[1]), sys.argv[2]
 real = LocalSink.write
@@ -216,13 +216,13 @@ def test_a_save_that_fails_at_the_end_of_a_program_fails_the_program(where: str,
 
 
 def slow_writes(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
-    original = disk.LocalSink.write
+    original = local.LocalSink.write
 
     def write(self: Any, data: memoryview) -> None:
         time.sleep(seconds)
         original(self, data)
 
-    monkeypatch.setattr(disk.LocalSink, "write", write)
+    monkeypatch.setattr(local.LocalSink, "write", write)
 
 
 def test_calls_from_other_threads_do_not_let_saves_overlap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

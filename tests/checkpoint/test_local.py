@@ -18,7 +18,7 @@ from midepoch.checkpoint import (
     CheckpointError,
     CheckpointSaveError,
     PipelineCheckpoint,
-    disk,
+    local,
     manifest,
 )
 from midepoch.checkpoint.local import LocalStore
@@ -232,7 +232,7 @@ def test_an_attempt_that_is_swept_before_it_is_locked_begins_again(
     moment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another process removes it before its folder is opened, before it is locked, or is about to remove it then."""
-    lock, flock, sweeps = disk.try_lock, disk.fcntl.flock, []
+    lock, flock, sweeps = local.try_lock, local.fcntl.flock, []
     other = Steps(LocalStore(tmp_path))
 
     def sweep() -> None:
@@ -261,8 +261,8 @@ def test_an_attempt_that_is_swept_before_it_is_locked_begins_again(
         retire(copy)
 
     monkeypatch.setattr(other.store, "discard", slow)
-    monkeypatch.setattr(disk, "try_lock", late)
-    monkeypatch.setattr(disk.fcntl, "flock", late_flock)
+    monkeypatch.setattr(local, "try_lock", late)
+    monkeypatch.setattr(local.fcntl, "flock", late_flock)
     PipelineCheckpoint(tmp_path).save(step=1, rng=False)
     sweeps[0].join()
     assert held.is_set() and os.listdir(tmp_path) == ["step_1"]

@@ -200,8 +200,8 @@ def test_a_module_that_leaves_a_buffer_out_keeps_it(tmp_path: Path) -> None:
 
 
 def test_a_file_that_is_written_to_while_it_is_restored_is_reported(tmp_path: Path) -> None:
-    from midepoch.checkpoint.disk import open_file, verified
     from midepoch.checkpoint.files import file_checksums
+    from midepoch.checkpoint.local import open_file, verified
 
     path = tmp_path / "file"
     path.write_bytes(b"x" * 100)

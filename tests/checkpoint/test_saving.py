@@ -18,7 +18,7 @@ import torch.distributed.checkpoint
 
 import midepoch
 from midepoch.checkpoint import CheckpointSaveError, PipelineCheckpoint
-from midepoch.checkpoint.disk import NO_LOCKS, LocalSink, try_lock
+from midepoch.checkpoint.local import NO_LOCKS, LocalSink, try_lock
 
 
 def python(script: str, *arguments: str) -> list[Any]:
@@ -180,7 +180,7 @@ def test_an_interrupt_at_any_line_keeps_no_lock(tmp_path: Path) -> None:
 FORKING = """
 import gc, json, os, sys
 from pathlib import Path
-from midepoch.checkpoint.disk import try_lock
+from midepoch.checkpoint.local import try_lock
 
 folder = Path(sys.argv[1])
 lock = try_lock(folder)

@@ -12,7 +12,7 @@ import pytest
 
 from midepoch.audit.ledger import Ledger
 from midepoch.audit.records import Count
-from midepoch.checkpoint import disk, local, manifest, saving
+from midepoch.checkpoint import local, manifest, saving
 from midepoch.checkpoint.rendezvous import Leader
 from midepoch.checkpoint.store import Steps
 from midepoch.loader import leases, passes, state
@@ -122,7 +122,7 @@ def an_early_acknowledgement_is_forgotten(patch: pytest.MonkeyPatch) -> None:
 @planted
 def a_lost_sync_of_a_file(patch: pytest.MonkeyPatch) -> None:
     """The files of a checkpoint are not synced."""
-    patch.setattr(disk, "create_file", _create_without_sync())
+    patch.setattr(local, "create_file", _create_without_sync())
 
 
 def _create_without_sync() -> Any:
@@ -130,12 +130,12 @@ def _create_without_sync() -> Any:
 
     @contextmanager
     def create_file(path: Any) -> Any:
-        descriptor = disk.os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
-        sink = disk.LocalSink(descriptor)
+        descriptor = local.os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+        sink = local.LocalSink(descriptor)
         try:
             yield sink
         finally:
-            disk.os.close(descriptor)
+            local.os.close(descriptor)
 
     return create_file
 
@@ -143,8 +143,8 @@ def _create_without_sync() -> Any:
 @planted
 def a_lost_sync_of_the_folder(patch: pytest.MonkeyPatch) -> None:
     """The name of a step is not synced: a checkpoint that was reported is gone."""
-    real = disk.sync
-    patch.setattr(disk, "sync", lambda path: None if path.name == "checkpoint" else real(path))
+    real = local.sync
+    patch.setattr(local, "sync", lambda path: None if path.name == "checkpoint" else real(path))
 
 
 @planted
@@ -155,9 +155,9 @@ def a_swapped_rename(patch: pytest.MonkeyPatch) -> None:
     def commit(self: local.LocalStore, step: int, token: str, content: bytes) -> str:
         if not (self.path / f"step_{step}").exists():
             local.os.rename(self.path / self.attempt(step, token), self.path / f"step_{step}")
-            with disk.create_file(self.path / f"step_{step}" / manifest.NAME) as sink:
+            with local.create_file(self.path / f"step_{step}" / manifest.NAME) as sink:
                 sink.write(memoryview(content))
-            disk.sync(self.path)
+            local.sync(self.path)
             return f"step_{step}"
         return real(self, step, token, content)
 
@@ -198,12 +198,12 @@ def a_stale_lock(patch: pytest.MonkeyPatch) -> None:
     def try_lock(folder: Any) -> FileLock | None:
         path = folder.with_name(f"{folder.name}.lock")
         try:
-            disk.os.close(disk.os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL))
+            local.os.close(local.os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL))
         except FileExistsError:
             return None
         return FileLock(path)
 
-    patch.setattr(disk, "try_lock", try_lock)
+    patch.setattr(local, "try_lock", try_lock)
 
 
 @planted
@@ -215,22 +215,22 @@ def ranks_do_not_wait(patch: pytest.MonkeyPatch) -> None:
 @planted
 def a_full_disk_is_ignored(patch: pytest.MonkeyPatch) -> None:
     """A write that fails is not noticed."""
-    real = disk.LocalSink.write
+    real = local.LocalSink.write
 
-    def write(self: disk.LocalSink, data: memoryview) -> None:
+    def write(self: local.LocalSink, data: memoryview) -> None:
         try:
             real(self, data)
         except OSError as problem:
             if problem.errno != errno.ENOSPC:
                 raise
 
-    patch.setattr(disk.LocalSink, "write", write)
+    patch.setattr(local.LocalSink, "write", write)
 
 
 @planted
 def a_short_write(patch: pytest.MonkeyPatch) -> None:
     """The number of bytes that were written is not looked at."""
-    patch.setattr(disk.LocalSink, "write", lambda self, data: disk.os.write(self._fd, data) and None)
+    patch.setattr(local.LocalSink, "write", lambda self, data: local.os.write(self._fd, data) and None)
 
 
 @planted

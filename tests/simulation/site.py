@@ -16,7 +16,6 @@ from pathlib import PosixPath
 from typing import Any
 
 from midepoch.audit import journal, ledger, orders
-from midepoch.checkpoint import disk as disks
 from midepoch.checkpoint import local, manager, manifest, remote, rendezvous, restoring, saving, store
 from midepoch.distributed import keyvalue, runs
 from midepoch.loader import lanes, meter, passes
@@ -123,8 +122,7 @@ def _modules(site: Site) -> dict[str, Any]:
 
 
 _REPLACED: dict[Any, str] = {
-    disks: "os fcntl",
-    local: "os secrets shutil time Path",
+    local: "os fcntl secrets shutil time Path",
     store: "os",
     rendezvous: "time secrets",
     remote: "time",

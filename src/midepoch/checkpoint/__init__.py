@@ -7,7 +7,7 @@
 | part | one tree of a step: data, model, optimizer, rng, an extra | ``stateful``, ``matching``, ``rng`` |
 | tree | values as JSON, large arrays in safetensors | ``tree``, ``arrays`` |
 | manifest | list of a step's files with their checksums; written last | ``manifest``, ``files`` |
-| store | folder on a disk or of objects | ``local``, ``disk``, ``remote`` |
+| store | folder on a disk or of objects | ``local``, ``remote`` |
 | copy | files of one save of a step; committed by its manifest | ``store``: one protocol for all stores |
 | rendezvous | agreement of the ranks before a commit or a restore | ``rendezvous`` |
 | retention | rules by which old steps are removed: ``Keep`` | ``manifest`` |

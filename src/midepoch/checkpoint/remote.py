@@ -28,8 +28,8 @@ from typing import Any, NamedTuple, TypeVar
 
 from midepoch._internal.values import reason
 from midepoch.checkpoint import manifest as manifests
-from midepoch.checkpoint.disk import LocalSource, write_at
 from midepoch.checkpoint.files import FileSource, Sink, verify_file
+from midepoch.checkpoint.local import LocalSource, write_at
 from midepoch.checkpoint.manifest import Manifest
 from midepoch.checkpoint.store import NUMBER, STALE, Copy, Object, Process
 from midepoch.errors import CheckpointDamagedError, FetchError

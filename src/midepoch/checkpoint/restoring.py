@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from midepoch.checkpoint import disk, files, rng, stateful
+from midepoch.checkpoint import files, rng, stateful
 from midepoch.checkpoint.arrays import StoredArray, find_arrays
 from midepoch.checkpoint.backends import Backend, Restorable
+from midepoch.checkpoint.local import verified
 from midepoch.checkpoint.manifest import Manifest, checked_name
 from midepoch.checkpoint.rendezvous import Follower, Leader, Members, Notes, lead
 from midepoch.checkpoint.saving import BACKEND_PART, Contents, rank_part
@@ -68,7 +69,7 @@ class Step:
             name = f"{part}.safetensors"
             if name not in self.manifest.files:
                 raise CheckpointDamagedError(f"{name} is missing")
-            source = disk.verified(self.steps.source(self.manifest, name), self.manifest.files[name], name)
+            source = verified(self.steps.source(self.manifest, name), self.manifest.files[name], name)
             arrays = find_arrays(source, specs.items())
         return StoredTree(tree, arrays, self.allow_pickle)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakKeyDictionary
 
-from midepoch.checkpoint import disk
+from midepoch.checkpoint.local import make_folder, sync
 from midepoch.errors import CheckpointDamagedError, CheckpointNotFoundError, WorldError
 from midepoch.loader import Loader
 from midepoch.storage.cache_files import atomic_write
@@ -39,9 +39,9 @@ def for_all_ranks(loader: Loader, state: Any, group: Any = None) -> Any:
 
 def write_state(path: Path, state: Any) -> None:
     """Write a state atomically and durably."""
-    disk.make_folder(path.parent)
+    make_folder(path.parent)
     atomic_write(path, json.dumps(state).encode())
-    disk.sync(path.parent)
+    sync(path.parent)
 
 
 def read_state(path: Path) -> Any:
