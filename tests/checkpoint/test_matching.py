@@ -13,7 +13,7 @@ import torch
 from forks import Forks
 from midepoch.checkpoint import CheckpointMismatchError, PipelineCheckpoint
 from midepoch.checkpoint.arrays import ArraySpec, make_array
-from midepoch.checkpoint.matching import fit
+from midepoch.checkpoint.stateful import fit
 
 
 def test_containers_do_not_depend_on_whether_jax_is_imported(tmp_path: Path, torch_forks: Forks) -> None:

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from midepoch.checkpoint import PipelineCheckpoint
-from midepoch.checkpoint.matching import fit
+from midepoch.checkpoint.stateful import fit
 from midepoch.checkpoint.tree import array_specs, decode, encode
 from midepoch.errors import CheckpointDamagedError, CheckpointError, CheckpointMismatchError
 

@@ -4,7 +4,7 @@
 |---|---|---|
 | manager | ``PipelineCheckpoint``: saves, restores and lists steps | ``manager``, with ``saving`` and ``restoring`` |
 | step | everything saved in one call, under a number | |
-| part | one tree of a step: data, model, optimizer, rng, an extra | ``stateful``, ``matching``, ``rng`` |
+| part | one tree of a step: data, model, optimizer, rng, an extra | ``stateful``, ``rng`` |
 | tree | values as JSON, large arrays in safetensors | ``tree``, ``arrays`` |
 | manifest | list of a step's files with their checksums; written last | ``manifest``, ``files`` |
 | store | folder on a disk or of objects | ``local``, ``remote`` |

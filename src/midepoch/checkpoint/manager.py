@@ -17,9 +17,9 @@ from midepoch.checkpoint import restoring, saving
 from midepoch.checkpoint.backends import backend_named
 from midepoch.checkpoint.background import Background, Snapshots
 from midepoch.checkpoint.manifest import Keep, Manifest, checked_metadata, parse_keep
-from midepoch.checkpoint.matching import fit
 from midepoch.checkpoint.rendezvous import Members, Notes
 from midepoch.checkpoint.restoring import StepLoader
+from midepoch.checkpoint.stateful import fit
 from midepoch.checkpoint.store import Steps, open_store
 from midepoch.distributed.runs import run_identity
 from midepoch.distributed.world import World, find_world
