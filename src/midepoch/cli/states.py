@@ -13,7 +13,7 @@ from midepoch.checkpoint import PipelineCheckpoint
 from midepoch.cli import common
 from midepoch.errors import CheckpointDamagedError, CheckpointNotFoundError, StateError
 from midepoch.storage.address import Address, is_address
-from midepoch.tools.locate import state_in
+from midepoch.tools.describe import state_in
 
 _TRAINER = "midepoch.json"
 _ACCELERATE = re.compile(r"midepoch-(.+)\.json")

@@ -2,7 +2,6 @@
 
 - ``plan``: the effect of a resume, before it
 - ``describe``: a state in words, and the differences between two
-- ``locate``: the data of a state on this machine
 - ``bench``: measured loader settings for this machine
 - ``doctor``: problems of an installation
 - ``report``: a run as an HTML page

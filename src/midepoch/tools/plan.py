@@ -35,7 +35,7 @@ from midepoch.pipeline.spec import PipelineSpec
 from midepoch.sources.lengths import lengths_of
 from midepoch.state.format import parse
 from midepoch.state.saved import load_global, one_of
-from midepoch.tools.locate import KnownState, block_bytes, of_dataset, of_index
+from midepoch.tools.describe import KnownState, block_bytes, of_dataset, of_index
 
 
 @dataclass(frozen=True)

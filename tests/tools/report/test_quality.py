@@ -9,7 +9,7 @@ import pytest
 
 import midepoch
 from midepoch.order import Order, Selection, Shuffle, SourceLayout
-from midepoch.tools.report.quality import quality
+from midepoch.tools.report.page import quality
 
 
 def judged(labelled_files: str, *shuffle: Any, label: str | None = None) -> dict[str, Any]:
