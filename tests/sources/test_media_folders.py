@@ -22,7 +22,7 @@ from media_files import image, raw, write
 from midepoch.errors import CheckpointMismatchError, DataChangedError, DataNotFoundError, FetchError, FormatError
 from midepoch.sources import media_rows
 from midepoch.testing import assert_resumes_exactly
-from midepoch.transforms import features
+from midepoch.transforms import batch as batches
 
 LABELLED = [f"{'bZa'[i % 3]}/{i}{'-x' * (i % 2)}.png" for i in range(9)] + ["a b/ü.PNG"]
 DESCRIBED = ["sub/0.png", "sub/1.png", "2.png", "unnamed.png"]
@@ -188,7 +188,7 @@ def test_a_filter_keeps_the_blocks_that_it_needs(tmp_path: Path, monkeypatch: py
 
 def test_datasets_is_not_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)
-    features._formatter.cache_clear()  # another test may have decoded a column of this name and schema
+    batches._formatter.cache_clear()  # another test may have decoded a column of this name and schema
     ds = midepoch.from_files(write(tmp_path / "data", LABELLED))
     assert next(ds.decode("image", size=4).loader(10))["image"].shape == (10, 3, 4, 4)
     with pytest.raises(midepoch.MidepochError, match=r"column 'image' needs decoding, by ds\.decode\('image', …\)"):

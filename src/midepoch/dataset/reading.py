@@ -30,10 +30,9 @@ from midepoch.transforms import (
     Step,
     present,
 )
-from midepoch.transforms.batch import check_columns
+from midepoch.transforms.batch import check_columns, import_datasets
 from midepoch.transforms.columns import common_type
 from midepoch.transforms.encode import ClassCodes
-from midepoch.transforms.features import import_datasets
 
 if TYPE_CHECKING:
     import pandas as pd  # type: ignore[import-untyped]

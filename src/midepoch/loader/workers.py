@@ -26,7 +26,7 @@ from midepoch.pipeline.leaf import Leaf
 from midepoch.pipeline.plans import StepPlan, TokenPlan
 from midepoch.pipeline.rows import Bundle, FirstPass, MadeRows, Sizes, make_good, most_rows
 from midepoch.transforms import Batch
-from midepoch.transforms.features import Encoded
+from midepoch.transforms.batch import Encoded
 
 _Lane = tuple[int, int, Shard]  # leaf, epoch, lane
 

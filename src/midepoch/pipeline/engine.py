@@ -33,7 +33,7 @@ from midepoch.transforms import (
     present_rows,
     run_steps,
 )
-from midepoch.transforms.features import Encoded
+from midepoch.transforms.batch import Encoded
 from midepoch.transforms.formats import Allocate, UnreadableError, readable
 from midepoch.transforms.generators import Generators
 from midepoch.transforms.items import ItemMap

@@ -12,8 +12,7 @@ import pyarrow as pa
 
 from midepoch.errors import ColumnError
 from midepoch.transforms.arrow_values import Paths, is_list, plain_values
-from midepoch.transforms.batch import Batch, check_columns
-from midepoch.transforms.features import Encoded, import_datasets
+from midepoch.transforms.batch import Batch, Encoded, check_columns, import_datasets
 from midepoch.transforms.function import RunContext
 
 

@@ -11,8 +11,7 @@ import pyarrow as pa
 
 from midepoch.errors import ColumnError, MapError
 from midepoch.transforms.arrow_values import as_arrow, flat_numbers, is_list, plain_array
-from midepoch.transforms.batch import Batch, check_columns, pick
-from midepoch.transforms.features import Encoded
+from midepoch.transforms.batch import Batch, Encoded, check_columns, pick
 from midepoch.transforms.function import Function, RunContext
 from midepoch.transforms.map import check_same
 

@@ -20,8 +20,7 @@ from midepoch._internal.values import loaded
 from midepoch.errors import ColumnError, CorruptBlockError, MapError, MidepochError
 from midepoch.storage.damage import is_damage
 from midepoch.transforms.arrow_values import plain_values, to_numpy, to_python
-from midepoch.transforms.batch import Batch, as_rows
-from midepoch.transforms.features import Encoded
+from midepoch.transforms.batch import Batch, Encoded, as_rows
 
 ITEMS = "items"
 """Format of map-style datasets: a row is an item of any type, and batches are those of torch's ``default_collate``."""

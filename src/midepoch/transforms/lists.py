@@ -12,7 +12,7 @@ import pyarrow.types as pt
 from midepoch._internal.values import loaded
 from midepoch.errors import ColumnError, MapError
 from midepoch.transforms.arrow_values import flat_numbers, is_list, is_number, items
-from midepoch.transforms.features import Encoded
+from midepoch.transforms.batch import Encoded
 from midepoch.transforms.formats import array_of
 
 Int64Array = npt.NDArray[np.int64]

@@ -11,8 +11,7 @@ import numpy as np
 import pyarrow as pa
 
 from midepoch.errors import ColumnError
-from midepoch.transforms.batch import Batch, check_columns
-from midepoch.transforms.features import Encoded
+from midepoch.transforms.batch import Batch, Encoded, check_columns
 from midepoch.transforms.formats import room
 from midepoch.transforms.function import RunContext, failed
 from midepoch.transforms.media.decoders import Audio, Video
