@@ -23,7 +23,7 @@ from midepoch.pipeline.planned import changed_lengths, too_long
 from midepoch.transforms import Batch, RunContext, Step, run_steps
 from midepoch.transforms.arrow_values import flat_numbers
 from midepoch.transforms.batch import check_columns, with_ordinals
-from midepoch.transforms.flat import as_one_row
+from midepoch.transforms.map import as_one_row
 from midepoch.transforms.packing import Documents, PackSpec, best_fit, concatenated
 from midepoch.transforms.provenance import DocumentTable, Int16Array, concatenated_pieces
 

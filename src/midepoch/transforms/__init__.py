@@ -9,10 +9,9 @@ from dataclasses import replace
 from midepoch.transforms.batch import Batch, join
 from midepoch.transforms.columns import Cast, ColumnStep, RemoveColumns, RenameColumns, SelectColumns
 from midepoch.transforms.filter import FilterExpression, FilterRows
-from midepoch.transforms.flat import FlatMap, Unbatch
 from midepoch.transforms.formats import FORMATS, Allocate, finish, present, present_rows
 from midepoch.transforms.function import Function, RunContext
-from midepoch.transforms.map import Map
+from midepoch.transforms.map import FlatMap, Map, Unbatch
 from midepoch.transforms.media import Decode
 
 RunStep = Map | FilterRows | FilterExpression | FlatMap | Unbatch | Cast | Decode

@@ -17,7 +17,7 @@ from midepoch.errors import ColumnError, MapError
 from midepoch.transforms.batch import Batch, check_columns
 from midepoch.transforms.context import ContextSlice, pad_for, round_up
 from midepoch.transforms.formats import Allocate, present, room
-from midepoch.transforms.lists import NumberLists
+from midepoch.transforms.packing import NumberLists
 
 LAYOUTS = ("padded", "varlen")
 MASK = "attention_mask"

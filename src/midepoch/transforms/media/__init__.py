@@ -1,9 +1,8 @@
 """Decoding of media files: images, audio and video frames, from bytes or paths to arrays.
 
-The step is in ``step``; each kind of file has a module with its options and its decoders.
+``images`` decodes images, ``decoders`` audio and video; the step is there, too.
 """
 
-from midepoch.transforms.media.decoders import decoder_of
-from midepoch.transforms.media.step import Decode
+from midepoch.transforms.media.decoders import Decode, decoder_of
 
 __all__ = ["Decode", "decoder_of"]
