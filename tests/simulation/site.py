@@ -17,7 +17,7 @@ from typing import Any
 
 from midepoch.audit import journal, ledger, orders
 from midepoch.checkpoint import local, manager, manifest, remote, rendezvous, restoring, saving, store
-from midepoch.distributed import keyvalue, runs
+from midepoch.distributed import keyvalue
 from midepoch.loader import lanes, meter, passes
 from simulation.cluster import Cluster
 from simulation.disk import FIRST_NUMBER, Disk
@@ -136,7 +136,6 @@ _REPLACED: dict[Any, str] = {
     meter: "perf_counter",
     orders: "os secrets",
     keyvalue: "time secrets",
-    runs: "secrets",
 }
 
 
@@ -184,7 +183,7 @@ def installed(site: Site) -> Iterator[Site]:
         (keyvalue, "_store", lambda: site.values),
         (lanes, "_made", _Counters(site, "made")),
         (lanes, "_loaders", _Counters(site, "loaders")),
-        (runs, "_draws", _Counters(site, "draws")),
+        (keyvalue, "_draws", _Counters(site, "draws")),
     ]
     before = [(module, name, getattr(module, name)) for module, name, _ in changes]
     for module, name, value in changes:

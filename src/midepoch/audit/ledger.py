@@ -54,7 +54,7 @@ from midepoch.audit.records import (
     read_passes,
     steps_in,
 )
-from midepoch.distributed.runs import start_name
+from midepoch.distributed.keyvalue import start_name
 from midepoch.distributed.world import World
 from midepoch.errors import StateError
 from midepoch.order import Shard

@@ -21,7 +21,7 @@ from midepoch.checkpoint.rendezvous import Members, Notes
 from midepoch.checkpoint.restoring import StepLoader
 from midepoch.checkpoint.stateful import fit
 from midepoch.checkpoint.store import Steps, open_store
-from midepoch.distributed.runs import run_identity
+from midepoch.distributed.keyvalue import run_identity
 from midepoch.distributed.world import World, find_world
 from midepoch.errors import CheckpointDamagedError, CheckpointNotFoundError
 

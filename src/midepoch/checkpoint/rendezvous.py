@@ -33,7 +33,7 @@ from typing import Any, TypeVar
 
 from midepoch._internal.values import reason
 from midepoch.checkpoint.store import STALE, CheckpointStore, Process
-from midepoch.distributed.runs import run_identity
+from midepoch.distributed.keyvalue import run_identity
 from midepoch.distributed.world import World
 from midepoch.errors import CheckpointError
 

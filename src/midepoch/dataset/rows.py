@@ -13,7 +13,7 @@ import pyarrow as pa
 from midepoch._internal.progress import shown
 from midepoch._internal.values import integer
 from midepoch.dataset.reading import column_values, in_order, strata
-from midepoch.distributed.runs import check_agreed, draw_seed
+from midepoch.distributed.keyvalue import check_agreed, draw_seed
 from midepoch.errors import ColumnError
 from midepoch.order import Selection, Shard, Shuffle, Weighted
 from midepoch.order.bijection import Bijection, check_seed, derive

@@ -11,8 +11,7 @@ from typing import Any
 
 from midepoch._internal.values import integer
 from midepoch.audit.ledger import ledger_of
-from midepoch.distributed.keyvalue import connected
-from midepoch.distributed.runs import check_agreed
+from midepoch.distributed.keyvalue import check_agreed, connected
 from midepoch.distributed.world import find_world, groups_of
 from midepoch.errors import WorldError
 from midepoch.loader.batching import Batched, Batching

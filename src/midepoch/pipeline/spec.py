@@ -7,7 +7,7 @@ from functools import cached_property
 from typing import Any
 
 from midepoch._internal.progress import Timings
-from midepoch.distributed.runs import draw_global_seed
+from midepoch.distributed.keyvalue import draw_global_seed
 from midepoch.errors import CheckpointMismatchError
 from midepoch.order import Order, Shard, Shuffle, Weighted
 from midepoch.order.intervals import EMPTY, Intervals
