@@ -42,6 +42,11 @@ Storage = Annotated[
     list[str] | None,
     typer.Option("--storage", help="KEY=VALUE for the object store, such as endpoint_override=http://… Repeatable."),
 ]
+Step = Annotated[int | None, typer.Option(help="The step of the checkpoints. Default: the latest.")]
+Part = Annotated[str | None, typer.Option(help="The part of a checkpoint: data, or the name of an extra.")]
+Columns = Annotated[str | None, typer.Option(help="Only these columns, separated by commas.")]
+Scope = Annotated[str | None, typer.Option(help="Scope of the shuffle: rows, window or files.")]
+Window = Annotated[int | None, typer.Option(help="Blocks per window of the shuffle.")]
 Made = Annotated[
     str | None,
     typer.Option(help="A function that returns the dataset or loader: package.module:function or file.py:function."),

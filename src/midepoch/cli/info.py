@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from midepoch.cli import common
-from midepoch.cli.data import Config, Data, Format, Split, Storage, open_data, shuffled
+from midepoch.cli.data import Columns, Config, Data, Format, Scope, Split, Storage, Window, open_data, shuffled
 from midepoch.errors import ColumnError
 
 if TYPE_CHECKING:
@@ -137,10 +137,10 @@ def peek(
     ] = None,
     split: Split = None,
     config: Config = None,
-    columns: Annotated[str | None, typer.Option(help="Only these columns, separated by commas.")] = None,
+    columns: Columns = None,
     shuffle: Annotated[int | None, typer.Option(help="Shuffle with this seed first.")] = None,
-    scope: Annotated[str | None, typer.Option(help="Scope of the shuffle: rows, window or files.")] = None,
-    window: Annotated[int | None, typer.Option(help="Blocks per window of the shuffle.")] = None,
+    scope: Scope = None,
+    window: Window = None,
     epoch: Annotated[int, typer.Option(min=0, help="The epoch of the order.")] = 0,
     storage: Storage = None,
     format: Format = None,

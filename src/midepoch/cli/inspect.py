@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from midepoch.cli import common
-from midepoch.cli.data import Format, Made, Storage, data_of_state, made_by
+from midepoch.cli.data import Format, Made, Part, Step, Storage, data_of_state, made_by
 from midepoch.errors import CheckpointNotFoundError, StateError
 from midepoch.storage.address import Address
 
@@ -26,8 +26,6 @@ State = Annotated[
         show_default=False,
     ),
 ]
-Step = Annotated[int | None, typer.Option(help="The step of the checkpoints. Default: the latest.")]
-Part = Annotated[str | None, typer.Option(help="The part of a checkpoint: data, or the name of an extra.")]
 
 
 def inspect(

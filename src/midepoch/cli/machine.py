@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from midepoch.cli import common
-from midepoch.cli.data import DATA, Config, Data, Format, Made, Split, Storage, made_by, open_data
+from midepoch.cli.data import DATA, Columns, Config, Data, Format, Made, Scope, Split, Storage, made_by, open_data
 
 if TYPE_CHECKING:
     from midepoch.tools.bench import Limit, Trial
@@ -108,9 +108,9 @@ def bench(
         str | None, typer.Option(help="Workers; several, with commas. [default: 0, 1, 2, 4 … cores]")
     ] = None,
     seconds: Annotated[float, typer.Option(min=0.1, help="Seconds for each setting.")] = 2.0,
-    columns: Annotated[str | None, typer.Option(help="Only these columns, separated by commas.")] = None,
+    columns: Columns = None,
     shuffle: Annotated[bool, typer.Option(help="Shuffle, as for training.")] = True,
-    scope: Annotated[str | None, typer.Option(help="Scope of the shuffle: rows, window or files.")] = None,
+    scope: Scope = None,
     dataset: Made = None,
     storage: Storage = None,
     format: Format = None,

@@ -10,7 +10,7 @@ import typer
 from rich.text import Text
 
 from midepoch.cli import common
-from midepoch.cli.data import Format, Made, Storage, data_of_state, is_path, made_by, open_data
+from midepoch.cli.data import Format, Made, Part, Step, Storage, data_of_state, is_path, made_by, open_data
 from midepoch.errors import DataNotFoundError
 from midepoch.storage.address import Address
 
@@ -37,10 +37,11 @@ def plan_file(
     from midepoch.tools.schedule import plan_schedule
 
     schedule = Schedule.load(path)
-    paths: dict[str, str | list[str]] = {**schedule.sources, **_pairs(sources, "--source", "PATH")}
+    given_paths = _pairs(sources, "--source", "PATH")
+    paths: dict[str, str | list[str]] = {**schedule.sources, **given_paths}
     columns = column if column and "=" not in column[0] else None
     by_name = {} if columns else _pairs(column, "--column", "COLUMN")
-    for option, given in (("--source", _pairs(sources, "--source", "PATH")), ("--column", by_name)):
+    for option, given in (("--source", given_paths), ("--column", by_name)):
         if unknown := [name for name in given if name not in schedule.names]:
             raise ValueError(f"{option} {unknown[0]}: the sources of {path} are {', '.join(schedule.names)}.")
     datasets = {name: _opened(name, given, storage) for name, given in paths.items() if name in schedule.names}
@@ -207,8 +208,8 @@ def plan(
         int | None, typer.Option(help="Rows of each rank at a step. Not for batches by max_tokens.", min=1)
     ] = None,
     num_workers: Annotated[int, typer.Option(help="Workers of each rank.", min=0)] = 0,
-    step: Annotated[int | None, typer.Option(help="The step of the checkpoints. Default: the latest.")] = None,
-    part: Annotated[str | None, typer.Option(help="The part of the checkpoint: data, or the name of an extra.")] = None,
+    step: Step = None,
+    part: Part = None,
     data: Annotated[list[str] | None, typer.Option(help="Files to check the state against. Repeatable.")] = None,
     storage: Storage = None,
     format: Format = None,

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from midepoch.cli import common
-from midepoch.cli.data import Config, Format, Split, Storage, open_data, shuffled
+from midepoch.cli.data import Config, Format, Scope, Split, Storage, Window, open_data, shuffled
 from midepoch.errors import DataNotFoundError
 
 if TYPE_CHECKING:
@@ -220,8 +220,8 @@ def report(
     ] = None,
     batch_size: Annotated[int, typer.Option(min=1, help="For data: rows of a global batch.")] = 256,
     shuffle: Annotated[int | None, typer.Option(help="For data: shuffle with this seed.")] = None,
-    scope: Annotated[str | None, typer.Option(help="Scope of the shuffle: rows, window or files.")] = None,
-    window: Annotated[int | None, typer.Option(help="Blocks per window of the shuffle.")] = None,
+    scope: Scope = None,
+    window: Window = None,
     split: Split = None,
     config: Config = None,
     storage: Storage = None,
