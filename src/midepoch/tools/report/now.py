@@ -70,7 +70,7 @@ class Span:
         return [round(self.end, 3), round(rows or 0.0, 2), share, round(self.seconds, 3), self.epoch, tokens]
 
 
-def spans_of(one: Generation, rank: int) -> Iterator[Span]:
+def _spans_of(one: Generation, rank: int) -> Iterator[Span]:
     """Yield the time between the marks of a pass. It begins with the delivery of the first batch."""
     began, marks = one.marks[rank]
     before = Mark(1, 0, 0, Figures())
@@ -103,7 +103,7 @@ def spans_by_rank(run: Run) -> dict[tuple[str, int], list[Span]]:
     found: dict[tuple[str, int], list[Span]] = defaultdict(list)
     for one in run.every:
         for rank in one.marks:
-            found[one.shape.attempt, rank] += spans_of(one, rank)
+            found[one.shape.attempt, rank] += _spans_of(one, rank)
     return found
 
 
@@ -121,7 +121,8 @@ def curves(run: Run, starts: dict[str, int]) -> list[dict[str, Any]]:
             points = {-1: _together(of_rank)}
         else:
             points = {rank: [span.point for span in spans] for rank, spans in sorted(of_rank.items())}
-        found += [{**about, "rank": rank, "points": _thinned(each)} for rank, each in points.items()]
+        for rank, each in points.items():
+            found.append({**about, "rank": rank, "points": each[:: max(1, -(-len(each) // _MOST_POINTS))]})
     return found
 
 
@@ -137,10 +138,6 @@ def _together(curves: dict[int, list[Span]]) -> list[list[float | None]]:
         of_all = replace(total, end=10.0 * ten, seconds=total.seconds / len(curves), waited=total.waited / len(curves))
         points.append(of_all.point)
     return points
-
-
-def _thinned(points: list[list[float | None]]) -> list[list[float | None]]:
-    return points[:: max(1, -(-len(points) // _MOST_POINTS))]
 
 
 _STOP = re.compile(r"^mix\[(\w+)")

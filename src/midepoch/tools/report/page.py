@@ -36,10 +36,6 @@ from midepoch.tools.report.now import curves, names_of, now
 Int64Array = npt.NDArray[np.int64]
 _MOST_FILES = 400
 _MOST_CHECKPOINTS = 200
-_NUMBERS = "/*numbers*/null"
-_LIVE = "/*live*/false"
-_STYLE = "/*style*/"
-_SCRIPT = "/*script*/"
 _CELLS = 48
 _PICTURE = 48 * 48 * 8
 _RUNS, _RUN = 8, 4096
@@ -110,20 +106,15 @@ def _title(dataset: Dataset | None) -> str:
 
 def _layout(ds: Dataset) -> dict[str, Any]:
     sources = [leaf.source for leaf in ds.pipeline.node.leaves]
-    files = [
+    files: list[dict[str, Any]] = [
         {"name": source.name(file), "rows": file.rows, "blocks": file.blocks, "bytes": file.size, "source": number}
         for number, source in enumerate(sources)
         for file in source.files
     ]
-    return {
-        "rows": ds.pipeline.rows,
-        "files": len(files),
-        "blocks": sum(len(source.layout.block_starts) - 1 for source in sources),
-        "bytes": sum(file["bytes"] for file in files),
-        "columns": [{"name": field.name, "type": str(field.type)} for field in ds.schema],
-        "sources": [f"source {number}" for number in range(len(sources))],
-        "list": _fewer(files),
-    }
+    names = [f"source {number}" for number in range(len(sources))]
+    columns = [{"name": field.name, "type": str(field.type)} for field in ds.schema]
+    sums = {name: sum(file[name] for file in files) for name in ("blocks", "bytes")}
+    return {**_listed(files, names), "rows": ds.pipeline.rows, "columns": columns, **sums}
 
 
 def _layout_of_run(run: Run) -> dict[str, Any]:
@@ -134,15 +125,12 @@ def _layout_of_run(run: Run) -> dict[str, Any]:
         for i, count in enumerate(np.diff(source.layout.file_starts)):
             name = names[i] if i < len(names) else f"file {i}"
             files.append({"name": name, "rows": int(count), "blocks": None, "bytes": None, "source": number})
-    return {
-        "rows": sum(source.rows for source in run.order.sources),
-        "files": len(files),
-        "blocks": None,
-        "bytes": None,
-        "columns": None,
-        "sources": names_of(run.order),
-        "list": _fewer(files),
-    }
+    rows = sum(source.rows for source in run.order.sources)
+    return {**_listed(files, names_of(run.order)), "rows": rows, "columns": None, "blocks": None, "bytes": None}
+
+
+def _listed(files: list[dict[str, Any]], sources: list[str]) -> dict[str, Any]:
+    return {"files": len(files), "sources": sources, "list": _fewer(files)}
 
 
 def _fewer(files: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -181,8 +169,22 @@ def _of_run(run: Run, ds: Dataset | None, label: str | None, made: float, *, alo
         if last.batching.budget:  # it counts batches by tokens
             batch = max(1, batch * order.rows // max(1, min(run.every[-1].end, order.rows)))
         shuffle = _shuffle(order.order, order.layout, last.epoch, batch, ds, label)
-    data = _layout_of_run(run) if ds is None else {**_layout(ds), "sources": names_of(run.order)}
-    return {**of_run(run, made), "data": data, "shuffle": shuffle}
+    starts = {name: number for number, name in enumerate(dict.fromkeys(one.shape.attempt for one in run.every))}
+    kept = {one.key for one in run.generations}
+    pieces, proof = _pieces(run, starts, kept), proof_of(run)
+    return {
+        **proof,
+        "folder": run.folder.name,
+        "starts": len(starts),  # without those that only loaded a state
+        "seed": run.order.about["seed"],
+        "pipeline": run.order.about["pipeline"],
+        "epochs": [{**one, "pieces": pieces.get(one["epoch"], [])} for one in proof["epochs"]],
+        "passes": [_pass(run, one, starts[one.shape.attempt], one.key in kept) for one in run.every],
+        "speed": curves(run, starts),
+        "now": now(run, made),
+        "data": _layout_of_run(run) if ds is None else {**_layout(ds), "sources": names_of(run.order)},
+        "shuffle": shuffle,
+    }
 
 
 def _shuffle(
@@ -228,26 +230,6 @@ def _health(where: str | Path, read: bool) -> dict[str, Any]:
         "more": len(steps) - len(shown),
         "read": read,
         "problem": None,
-    }
-
-
-def of_run(run: Run, made: float) -> dict[str, Any]:
-    """Return the contents of the ledger as plain numbers. ``made``: the time at which it was read."""
-    starts = {name: number for number, name in enumerate(dict.fromkeys(one.shape.attempt for one in run.every))}
-    kept = {one.key for one in run.generations}
-    order = run.order
-    pieces = _pieces(run, starts, kept)
-    proof = proof_of(run)
-    return {
-        **proof,
-        "folder": run.folder.name,
-        "starts": len(starts),  # without those that only loaded a state
-        "seed": order.about["seed"],
-        "pipeline": order.about["pipeline"],
-        "epochs": [{**one, "pieces": pieces.get(one["epoch"], [])} for one in proof["epochs"]],
-        "passes": [_pass(run, one, starts[one.shape.attempt], one.key in kept) for one in run.every],
-        "speed": curves(run, starts),
-        "now": now(run, made),
     }
 
 
@@ -335,14 +317,10 @@ def render(found: dict[str, Any], *, live: bool = False) -> str:
     # "<" inside a script could end it, as part of the name of a file or column.
     numbers = json.dumps(to_jsonable(found), separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
     page = _part("page.html")
-    for mark, part in (
-        (_STYLE, _part("page.css")),
-        (_SCRIPT, _part("draw.js") + _part("page.js")),
-        (_LIVE, "true" if live else "false"),
-        (_NUMBERS, numbers),  # last: they may contain any text
-    ):
-        page = page.replace(mark, part, 1)
-    return page
+    page = page.replace("/*style*/", _part("page.css"), 1)
+    page = page.replace("/*script*/", _part("draw.js") + _part("page.js"), 1)
+    page = page.replace("/*live*/false", "true" if live else "false", 1)
+    return page.replace("/*numbers*/null", numbers, 1)  # last: they may contain any text
 
 
 def _part(name: str) -> str:
