@@ -24,10 +24,9 @@ from midepoch.pipeline.node import Mix, Node, Slice
 from midepoch.pipeline.spec import PipelineSpec
 from midepoch.sources import Source
 from midepoch.storage.cache_files import LockFile, default_index_dir, make_private, sweep
-from midepoch.transforms.encode import Tokenize
+from midepoch.transforms.encode import NAME_COLUMNS, Tokenize
 from midepoch.transforms.formats import ITEMS
 from midepoch.transforms.function import Function
-from midepoch.transforms.items import NAME_COLUMNS
 
 if TYPE_CHECKING:
     from midepoch.dataset.dataset import Dataset

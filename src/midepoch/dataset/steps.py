@@ -28,9 +28,8 @@ from midepoch.transforms import (
 )
 from midepoch.transforms.batch import check_columns
 from midepoch.transforms.columns import inside, types_by_name
-from midepoch.transforms.encode import ClassCodes, Tokenize, Transform, is_tokenizer
+from midepoch.transforms.encode import NAME_COLUMNS, ClassCodes, OfItem, Tokenize, Transform, is_tokenizer
 from midepoch.transforms.formats import ITEM
-from midepoch.transforms.items import NAME_COLUMNS, OfItem
 from midepoch.transforms.media import decoder_of
 from midepoch.transforms.packing import LABELS, PackSpec
 

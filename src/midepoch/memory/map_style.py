@@ -19,8 +19,8 @@ from midepoch.dataset.parts import PartWriter
 from midepoch.dataset.steps import names_of
 from midepoch.errors import DataNotFoundError
 from midepoch.memory.stored import dataset_of, folder_for, stored
+from midepoch.transforms.encode import ItemMap, Items
 from midepoch.transforms.formats import ITEMS
-from midepoch.transforms.items import ItemMap, Items
 
 _BLOCK = 1 << 16
 _PLACEHOLDER = "row"

@@ -34,9 +34,9 @@ from midepoch.transforms import (
     run_steps,
 )
 from midepoch.transforms.batch import Encoded
+from midepoch.transforms.encode import ItemMap
 from midepoch.transforms.formats import Allocate, UnreadableError, readable
 from midepoch.transforms.generators import Generators
-from midepoch.transforms.items import ItemMap
 
 Int64Array = npt.NDArray[np.int64]
 _log = logging.getLogger("midepoch")

@@ -24,7 +24,7 @@ from midepoch.transforms import (
     Unbatch,
 )
 from midepoch.transforms.arguments import arguments_of
-from midepoch.transforms.items import ItemMap
+from midepoch.transforms.encode import ItemMap
 
 ON_ERROR = ("raise", "skip")
 

@@ -20,10 +20,9 @@ import numpy as np
 from midepoch._internal.values import loaded
 from midepoch.storage.address import Address
 from midepoch.storage.redaction import is_secret
-from midepoch.transforms.encode import Tokenize
+from midepoch.transforms.encode import OfItem, Tokenize
 from midepoch.transforms.filter import FilterExpression
 from midepoch.transforms.function import Function
-from midepoch.transforms.items import OfItem
 
 _LONGEST = 80
 _UNKNOWN = b"?"
