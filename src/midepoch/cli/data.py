@@ -184,10 +184,17 @@ def made_by(name: str) -> Dataset | Loader:
     return made
 
 
-def data_of_state(paths: list[str], state: Any, storage: list[str] | None, format: str | None = None) -> Any:
-    """Return the files in the order that the state describes, so that only the data itself can differ."""
+def data_given(
+    dataset: str | None, paths: list[str] | None, state: Any, storage: list[str] | None, format: str | None
+) -> Any:
+    """Return the result of ``--dataset``, or the files of ``--data``, or None if neither is given.
+
+    Files are in the order that the state describes, so that only the data itself can differ.
+    """
     from midepoch.state.format import parse
 
+    if dataset is not None or not paths:
+        return None if dataset is None else made_by(dataset)
     one = state[0] if isinstance(state, list) else state
     for reason, holds in {
         f"its pipeline changes the number of rows ({one['pipeline']})": parse(one).in_lanes,

@@ -37,14 +37,14 @@ def info(
     midepoch info HuggingFaceFW/fineweb-edu --config sample-10BT --split train
     """
     ds = open_data(data, split, config, storage, format)
-    about = tell(ds)
+    about = _described(ds)
     if as_json:
         common.print_json(about)
     else:
         _show(about, ds.pipeline.files_text)
 
 
-def tell(ds: Dataset) -> dict[str, Any]:
+def _described(ds: Dataset) -> dict[str, Any]:
     """Return a summary of a dataset, JSON-able."""
     import numpy as np
 
@@ -87,14 +87,8 @@ def tell(ds: Dataset) -> dict[str, Any]:
 def _spread(sizes: Any) -> dict[str, float]:
     import numpy as np
 
-    counts = np.asarray(sizes, dtype=np.float64)
-    if not len(counts):
-        return {"least": 0, "median": 0, "most": 0}
-    return {
-        "least": float(counts.min()),
-        "median": float(np.median(counts)),
-        "most": float(counts.max()),
-    }
+    counts = np.asarray(sizes if len(sizes) else [0], dtype=np.float64)
+    return {"least": float(counts.min()), "median": float(np.median(counts)), "most": float(counts.max())}
 
 
 def _show(about: dict[str, Any], files_text: str) -> None:
@@ -196,13 +190,9 @@ def peek(
         about = {"position": int(at), "row": int(number), "place": place}
         records.append({**about, "values": row_values, "media": details, "labels": labels})
         if not as_json:
+            texts = {name: _text(value, media.get(name), labels.get(name)) for name, value in row_values.items()}
             lines = (
-                {
-                    "name": name,
-                    "value": _text(value, media.get(name), labels.get(name)),
-                    "type": (types.get(name, ""), "dim"),
-                }
-                for name, value in row_values.items()
+                {"name": name, "value": text, "type": (types.get(name, ""), "dim")} for name, text in texts.items()
             )
             common.print_table(lines, title=f"position {at:,}: {place}", header=False)
     if as_json:

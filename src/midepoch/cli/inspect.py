@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from midepoch.cli import common
-from midepoch.cli.data import Format, Made, Part, Step, Storage, data_of_state, made_by
+from midepoch.cli.data import Format, Made, Part, Step, Storage, data_given
 from midepoch.errors import CheckpointNotFoundError, StateError
 from midepoch.storage.address import Address
 
@@ -90,13 +90,9 @@ def diff(
     if sum(given is not None for given in (second, data or None, dataset)) != 1:
         raise ValueError("pass one thing to compare with: a second state, --data or --dataset")
     state = open_state(first, step, part).state
-    other: Any = (
-        made_by(dataset)
-        if dataset is not None
-        else data_of_state(data, state, storage, format)
-        if data
-        else open_state(str(second), other_step, part).state
-    )
+    other = data_given(dataset, data, state, storage, format)
+    if other is None:
+        other = open_state(str(second), other_step, part).state
     fields = differences(state, other)
     problem = next((f"{one.field} differs: {one.cause}" for one in fields if one.cause), None)
     if second is None:
@@ -106,9 +102,8 @@ def diff(
         except StateError as refused:
             problem = str(refused)
     if as_json:
-        common.print_json(
-            {"resumes": problem is None, "problem": problem, "differs": [each._asdict() for each in fields]}
-        )
+        differs = [each._asdict() for each in fields]
+        common.print_json({"resumes": problem is None, "problem": problem, "differs": differs})
     else:
         _show(fields, problem, second is None)
     if problem is not None:

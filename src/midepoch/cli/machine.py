@@ -122,6 +122,7 @@ def bench(
 
     midepoch bench --dataset train.py:make_dataset --workers 0,2,4,8 --batch-size 32
     """
+    from midepoch._internal.processes import cores
     from midepoch._internal.progress import shown
     from midepoch.dataset import Dataset
     from midepoch.tools.bench import advise, find_limit, try_settings
@@ -134,7 +135,8 @@ def bench(
     if dataset is None:
         ds = ds.select_columns([name.strip() for name in columns.split(",")]) if columns else ds
         ds = ds.shuffle(0, scope) if shuffle else ds
-    counts = _numbers(workers, "--workers", 0) if workers else _some_workers()
+    powers = [2**power for power in range(cores().bit_length())]
+    counts = _numbers(workers, "--workers", 0) if workers else [0, *powers]
     with shown("trying", "settings") as report:
         trials = try_settings(
             ds, batch_sizes=_numbers(batch_sizes, "--batch-size", 1), workers=counts, seconds=seconds, report=report
@@ -142,28 +144,12 @@ def bench(
     limit = None if ds.pipeline.numbered is None else find_limit(ds, seconds)
     best, why = advise(trials)
     if as_json:
-        measured = [
-            {
-                **asdict(one),
-                "rows_per_second": one.stats.rows_per_second,
-                "bytes_per_second": one.stats.bytes_per_second,
-            }
-            for one in trials
-        ]
+        rates = ("rows_per_second", "bytes_per_second")
+        measured = [{**asdict(one), **{name: getattr(one.stats, name) for name in rates}} for one in trials]
         advice = {"num_workers": best.num_workers, "batch_size": best.batch_size, "why": why}
-        found = {"trials": measured, "limit": None if limit is None else asdict(limit), "recommended": advice}
-        common.print_json(found)
+        common.print_json({"trials": measured, "limit": limit and asdict(limit), "recommended": advice})
     else:
         _show(trials, limit, best, why)
-
-
-def _some_workers() -> list[int]:
-    from midepoch._internal.processes import cores
-
-    counts = [0, 1]
-    while 2 * counts[-1] <= cores():
-        counts.append(2 * counts[-1])
-    return counts
 
 
 def _numbers(text: str, name: str, least: int) -> list[int]:

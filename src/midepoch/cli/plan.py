@@ -10,7 +10,7 @@ import typer
 from rich.text import Text
 
 from midepoch.cli import common
-from midepoch.cli.data import Format, Made, Part, Step, Storage, data_of_state, is_path, made_by, open_data
+from midepoch.cli.data import Format, Made, Part, Step, Storage, data_given, is_path, open_data
 from midepoch.errors import DataNotFoundError
 from midepoch.storage.address import Address
 
@@ -271,10 +271,9 @@ def plan(
     from midepoch.tools.plan import plan_resume
 
     state, which, place = open_state(checkpoint, step, part)
-    made = made_by(dataset) if dataset is not None else data_of_state(data, state, storage, format) if data else None
     resume = plan_resume(
         state,
-        made,
+        data_given(dataset, data, state, storage, format),
         world_size=world_size,
         batch_size=batch_size,
         num_workers=num_workers,
