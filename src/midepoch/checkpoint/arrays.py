@@ -76,8 +76,13 @@ def spec_of(value: Any, *, distributed: Container[str] = ()) -> ArraySpec:
         if value.layout != sys.modules["torch"].strided or value.is_quantized:
             raise UnsupportedError(f"a {'quantized' if value.is_quantized else 'sparse'} tensor")
         return ArraySpec("torch", str(value.dtype).removeprefix("torch."), tuple(value.shape))
+    if _is_jax(value) and _is_key(value):
+        jax: Any = sys.modules["jax"]
+        data = jax.random.key_data(value)
+        return ArraySpec("key", str(data.dtype), tuple(data.shape), str(jax.random.key_impl(value)))
     if _is_jax(value):
-        return _jax_spec(value)
+        weak = bool(value.weak_type and not value.shape)
+        return ArraySpec("jax", _dtype_name(value.dtype), tuple(value.shape), weak=weak)
     if value.dtype.hasobject or value.dtype.names or value.dtype.type is np.void:
         raise UnsupportedError(f"a numpy array of dtype {value.dtype}")
     if isinstance(value, MaskedArray):
@@ -181,15 +186,6 @@ def _check_complete_tensor(tensor: Any, distributed: Container[str]) -> None:
             "a tensor on the meta device or a FakeTensor, which has no values. Initialise the model first "
             '(to_empty, then its values), or pass backend="dcp" to PipelineCheckpoint if other ranks hold them.'
         )
-
-
-def _jax_spec(array: Any) -> ArraySpec:
-    jax: Any = sys.modules["jax"]
-    if _is_key(array):
-        data = jax.random.key_data(array)
-        return ArraySpec("key", str(data.dtype), tuple(data.shape), str(jax.random.key_impl(array)))
-    weak = bool(array.weak_type and not array.shape)
-    return ArraySpec("jax", _dtype_name(array.dtype), tuple(array.shape), weak=weak)
 
 
 def _tensor_over(spec: ArraySpec, data: Bytes) -> Any:

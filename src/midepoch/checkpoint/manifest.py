@@ -132,8 +132,7 @@ def checked_metadata(metadata: Mapping[str, Any]) -> dict[str, Any]:
     """Return metadata as JSON values: numbers of any library become Python's. TypeError for any other value."""
     if not isinstance(metadata, Mapping):
         raise TypeError(f"metadata is a dict, got a {type(metadata).__qualname__}")
-    converted: dict[str, Any] = _json_value(metadata, "metadata")
-    return converted
+    return {str(key): _json_value(value, f"metadata.{key}") for key, value in metadata.items()}
 
 
 def _json_value(value: Any, path: str) -> Any:

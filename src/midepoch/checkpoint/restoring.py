@@ -5,10 +5,9 @@ from __future__ import annotations
 import json
 import logging
 import secrets
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from midepoch.checkpoint import files, rng, stateful
@@ -21,12 +20,7 @@ from midepoch.checkpoint.saving import BACKEND_PART, Contents, rank_part
 from midepoch.checkpoint.store import StepRemovedError, Steps
 from midepoch.checkpoint.tree import StoredTree, array_specs
 from midepoch.distributed.world import World
-from midepoch.errors import (
-    CheckpointDamagedError,
-    CheckpointError,
-    CheckpointMismatchError,
-    CheckpointNotFoundError,
-)
+from midepoch.errors import CheckpointDamagedError, CheckpointError, CheckpointMismatchError, CheckpointNotFoundError
 
 _log = logging.getLogger("midepoch")
 
@@ -96,6 +90,9 @@ class LoadedPart:
     outline: Any
     read: Callable[[], Any]
 
+    def restore(self) -> None:
+        stateful.load_state(self.target, self.read(), self.name)
+
 
 @dataclass(frozen=True)
 class LoadedStep:
@@ -112,13 +109,11 @@ class LoadedStep:
         Returns the number of the step.
         """
         manifest = self.step.manifest
-        restorables = []
         for part in self.parts:
             is_extra = part.name not in ("data", "model", "optimizer")
             saved_class = manifest.parts.get(f"extra.{part.name}" if is_extra else part.name)
             stateful.check_class(part.target, saved_class, part.name)
             stateful.check_fits(part.target, part.outline, part.name)
-            restorables.append(Restorable(part.name, partial(_load, part)))
         names = {part.name for part in self.parts} | self.models.keys()
         left = [part for part in ("model", "optimizer") if part in manifest.parts and part not in names]
         if left and "data" in names:
@@ -128,6 +123,7 @@ class LoadedStep:
                 manifest.step,
                 " and the ".join(left),
             )
+        restorables: list[LoadedPart | Restorable] = [*self.parts]
         with ExitStack() as stack:
             if self.models:
                 folder = stack.enter_context(self.step.steps.store.local_copy(manifest))
@@ -135,7 +131,7 @@ class LoadedStep:
             self._restore_all(restorables)
         return manifest.step
 
-    def _restore_all(self, restorables: list[Restorable]) -> None:
+    def _restore_all(self, restorables: Sequence[LoadedPart | Restorable]) -> None:
         undo = next((_undo(part.target) for part in self.parts if part.name == "data"), lambda: None)
         try:
             for restorable in restorables:
@@ -153,10 +149,6 @@ class LoadedStep:
             raise
         if self.set_generators is not None:
             self.set_generators()
-
-
-def _load(part: LoadedPart) -> None:
-    stateful.load_state(part.target, part.read(), part.name)
 
 
 def _loaded(name: str, target: Any, stored: StoredTree) -> LoadedPart:

@@ -192,17 +192,9 @@ def _lead(steps: Steps, job: SaveJob, world: World, token: str, leader: Leader |
                 files |= {name: Checksums(size, tuple(crc32)) for name, (size, crc32) in payload.items()}
         # Only steps that exist before the commit may be pruned after it.
         existing, _ = steps.manifests()
-        new = Manifest(
-            job.step,
-            max((manifest.sequence for manifest in existing), default=0) + 1,
-            time.time(),
-            job.backend,
-            world.size,
-            files,
-            job.metadata,
-            _versions(),
-            job.classes,
-        )
+        sequence = max((manifest.sequence for manifest in existing), default=0) + 1
+        about = (job.metadata, _versions(), job.classes)
+        new = Manifest(job.step, sequence, time.time(), job.backend, world.size, files, *about)
         new = steps.commit(token, new)
         return job.step, [*(manifest for manifest in existing if manifest.step != job.step), new]
 
@@ -291,9 +283,6 @@ def _write_backend(steps: Steps, job: SaveJob, token: str, world: World) -> dict
 
 
 def _versions() -> dict[str, str]:
-    versions = {"python": platform.python_version()}
-    for name in _LIBRARIES:
-        module = loaded(name)
-        if module is not None and hasattr(module, "__version__"):
-            versions[name] = str(module.__version__)
-    return versions
+    modules = {name: loaded(name) for name in _LIBRARIES}
+    versions = {name: str(module.__version__) for name, module in modules.items() if hasattr(module, "__version__")}
+    return {"python": platform.python_version(), **versions}
