@@ -170,15 +170,11 @@ def _names(path: Path) -> list[str] | None:
 def _read_2(folder: Path, info: dict[str, Any], videos: list[str]) -> Any:
     episodes, tasks = (_lines(folder / "meta" / f"{kind}.jsonl") for kind in ("episodes", "tasks"))
     episodes = _in_order(episodes)
+    chunks = [number // info["chunks_size"] for number in range(len(episodes))]
     places = {
         name: [
-            (
-                info["video_path"].format(
-                    episode_chunk=number // info["chunks_size"], video_key=name, episode_index=number
-                ),
-                0.0,
-            )
-            for number in range(len(episodes))
+            (info["video_path"].format(episode_chunk=chunk, video_key=name, episode_index=number), 0.0)
+            for number, chunk in enumerate(chunks)
         ]
         for name in videos
     }

@@ -51,18 +51,12 @@ def last_checkpoint(folder: str | os.PathLike[str]) -> str | None:
         if number.isdecimal() and path.is_dir():
             found[int(number)] = path
     for _, path in sorted(found.items(), reverse=True):
-        if _is_json(path / TRAINER_STATE_NAME):
+        try:
+            json.loads((path / TRAINER_STATE_NAME).read_bytes())
             return str(path)
-        _log.warning("%s is incomplete: its save was interrupted. The checkpoint before it is used.", path)
+        except (OSError, ValueError):
+            _log.warning("%s is incomplete: its save was interrupted. The checkpoint before it is used.", path)
     return None
-
-
-def _is_json(path: Path) -> bool:
-    try:
-        json.loads(path.read_bytes())
-    except (OSError, ValueError):
-        return False
-    return True
 
 
 class ResumableTraining:
@@ -107,10 +101,7 @@ class ResumableTraining:
             if self._length(loader) is not None:
                 check_same_steps(saved["total_batch"], self.get_total_train_batch_size(self.args), "the Trainer")
             loader.load_state_dict(saved["data"])
-        # A DataLoader without work of its own, as the Trainer and skip_first_batches expect one. Its seed is drawn from
-        # its own generator, so that the model's dropout does not depend on the point of a resume.
-        batches, own = _Batches(loader, self._to_be_skipped), torch.Generator()
-        return DataLoader(batches, batch_size=None, collate_fn=_unchanged, generator=own)
+        return _Batches(loader, self._to_be_skipped).as_dataloader()
 
     def _make_loader(self: Any, data: Dataset) -> Loader:
         args = self.args
@@ -248,6 +239,13 @@ class _Batches(IterableDataset[Any]):  # type: ignore[misc]
 
     def __len__(self) -> int:
         return len(self.loader)
+
+    def as_dataloader(self) -> DataLoader[Any]:
+        """Return a DataLoader without work of its own, as the Trainer and skip_first_batches expect one.
+
+        Its seed is drawn from its own generator, so that the model's dropout does not depend on the point of a resume.
+        """
+        return DataLoader(self, batch_size=None, collate_fn=_unchanged, generator=torch.Generator())
 
     @property
     def rows(self) -> int:

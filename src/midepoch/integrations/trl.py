@@ -23,7 +23,7 @@ from transformers import TrainerCallback
 from trl import DPOTrainer, GRPOTrainer, SFTTrainer
 
 from midepoch.dataset import Dataset
-from midepoch.integrations.transformers import ResumableTraining, _Batches, _check_arguments, _unchanged, refuse_loader
+from midepoch.integrations.transformers import ResumableTraining, _Batches, _check_arguments, refuse_loader
 from midepoch.loader import Loader
 
 _ROW = "midepoch_row"
@@ -279,7 +279,7 @@ class ResumablePrompts(ResumableTraining):
         layout, args = self._layout(), self.args
         epochs = math.ceil(args.num_train_epochs) if args.max_steps <= 0 else None
         batches = _Generations(found.dataset.loader, self._to_be_skipped, layout, args.process_index, epochs)
-        return DataLoader(batches, batch_size=None, collate_fn=_unchanged, generator=torch.Generator())
+        return batches.as_dataloader()
 
     def _make_loader(self: Any, data: Dataset) -> Loader:
         args = self.args

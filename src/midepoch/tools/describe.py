@@ -256,6 +256,7 @@ def describe(
         first = parse(chosen)
         position, rows = first.rows_before, first["rows"]
     by_tokens = bool(first["budget"]) and not is_stream
+    is_rows = not is_stream and not by_tokens
     whole = not first["workers"] and first["shard"] is None
     return StateSummary(
         epoch=first["epoch"],
@@ -266,10 +267,8 @@ def describe(
         pipeline=first["pipeline"],
         data=first["data"],
         lanes=first["lanes"],
-        next_row=of_index(chosen, index_dir).next_place() if whole and not is_stream and not by_tokens else None,
-        steps_left=_steps_left(first, batch_size, world_size, last_batch)
-        if batch_size and not is_stream and not by_tokens
-        else None,
+        next_row=of_index(chosen, index_dir).next_place() if whole and is_rows else None,
+        steps_left=_steps_left(first, batch_size, world_size, last_batch) if batch_size and is_rows else None,
         whose=None if whole else _whose(first),
         changes=tuple(map(str, first["changes"])),
         sources=tuple(_source_texts(parts_from_json(first["parts"]), "")),
