@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
@@ -62,36 +62,24 @@ class SimulatedRun:
     """Phase and position at which all sources are used up, if that comes before the end of the schedule."""
 
 
-class _Exact:
-    """Draws as the run makes them, with constant weights, up to the next change of the schedule."""
-
-    def __init__(self, turns: Turns) -> None:
-        self._turns = turns
-
-    def first_beyond(self, left: Mapping[int, float]) -> tuple[float, int] | None:
-        """Return the amount before the first draw for which a source has no rows left, and that source."""
-        draws = ((draw_of(self._turns, source, int(rows)), source) for source, rows in left.items())
-        return min(((draw, source) for draw, source in draws if draw is not None), default=None)
-
-    def rows(self, amount: float) -> FloatArray:
-        """Return the rows of each source in the first ``amount``."""
-        return count(self._turns, int(amount)).astype(np.float64)
+Draws = tuple[Mapping[int, float | None], Callable[[float], FloatArray]]
+"""By source the amount before the first draw for which it has no rows left; and a function that returns the rows of
+each source in the first draws of an amount.
+"""
 
 
-class _Even:
-    """Draws in proportion to the weights, of rows that have the mean length of their source."""
+def _exact(turns: Turns, left: Mapping[int, float]) -> Draws:
+    """Return the draws as the run makes them, with constant weights, up to the next change of the schedule."""
+    ends = {source: draw_of(turns, source, int(rows)) for source, rows in left.items()}
+    return ends, lambda amount: count(turns, int(amount)).astype(np.float64)
 
-    def __init__(self, weights: Sequence[float], length: float | None, means: Sequence[float]) -> None:
-        of_draws = np.array(shares(weights))
-        self._rows_per_unit: FloatArray = of_draws / float(of_draws @ np.array(means))
-        self._length = math.inf if length is None else length
 
-    def first_beyond(self, left: Mapping[int, float]) -> tuple[float, int] | None:
-        ends = [(rows / self._rows_per_unit[source], source) for source, rows in left.items()]
-        return min(((float(end), source) for end, source in ends if end < self._length), default=None)
-
-    def rows(self, amount: float) -> FloatArray:
-        return self._rows_per_unit * amount
+def _even(weights: Sequence[float], length: float, means: Sequence[float], left: Mapping[int, float]) -> Draws:
+    """Return draws in proportion to the weights, of rows that have the mean length of their source."""
+    of_draws = np.array(shares(weights))
+    rate: FloatArray = of_draws / float(of_draws @ np.array(means))
+    ends = {source: float(rows / rate[source]) for source, rows in left.items()}
+    return {source: end for source, end in ends.items() if end < length}, lambda amount: rate * amount
 
 
 def drawn(
@@ -140,18 +128,19 @@ def _simulated(
                 found.end = (phase, position)
                 return found
             length = stop - position if stop < OPEN else None
+            of_active = {source: rows for source, rows in left.items() if active[source]}
             if seed is None:
-                draws: _Even | _Exact = _Even(active, length, means)
+                ends, rows_in = _even(active, math.inf if length is None else length, means, of_active)
             else:
                 number, most = draw_number(segment, events), None if length is None else int(length)
-                draws = _Exact(Turns(active, most, seed, 0, lane.index, number))
-            beyond = draws.first_beyond({source: rows for source, rows in left.items() if active[source]})
+                ends, rows_in = _exact(Turns(active, most, seed, 0, lane.index, number), of_active)
+            beyond = min(((end, source) for source, end in ends.items() if end is not None), default=None)
             if beyond is None and length is None:  # it has no end
                 found.rows[phase, np.array(active) > 0] = np.inf
                 found.endless = shares(active)
                 return found
             amount = beyond[0] if beyond is not None else length or 0
-            rows = draws.rows(amount)
+            rows = rows_in(amount)
             found.rows[phase] += rows
             left = {source: max(0.0, most - rows[source]) for source, most in left.items()}
             position = position + amount if beyond is not None else stop
