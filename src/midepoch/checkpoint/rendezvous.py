@@ -33,16 +33,13 @@ from typing import Any, TypeVar
 
 from midepoch._internal.values import reason
 from midepoch.checkpoint.store import STALE, CheckpointStore, Process
-from midepoch.distributed.keyvalue import run_identity
+from midepoch.distributed.keyvalue import Backoff, run_identity
 from midepoch.distributed.world import World
 from midepoch.errors import CheckpointError
 
 _log = logging.getLogger("midepoch")
 T = TypeVar("T")
 _FOLDER = ".ranks"
-_FIRST_PAUSE = 0.001
-_LONG = 15.0
-"""Seconds after which a wait is logged."""
 _RECENT = 600.0
 """Seconds before the start of a rendezvous in which an absence counts."""
 _process_started = time.time()
@@ -366,25 +363,6 @@ def lead(
             with suppress(Exception):
                 leader.notes.dismiss()
     return result
-
-
-class Backoff:
-    """Pauses that get longer, up to a timeout."""
-
-    def __init__(self, timeout: float, longest: float) -> None:
-        self._end, self._longest, self._next = time.monotonic() + timeout, longest, _FIRST_PAUSE
-        self._long = time.monotonic() + _LONG
-
-    def pause(self, message: str = "") -> bool:
-        """Sleep; False after the timeout. Logs the message once, when the wait has become long."""
-        if message and time.monotonic() > self._long:
-            self._long = float("inf")
-            _log.warning("%s", message)
-        if time.monotonic() > self._end:
-            return False
-        time.sleep(self._next)
-        self._next = min(self._longest, self._next * 1.5)
-        return True
 
 
 def _publish(publish: Callable[[], None], *make_space: Callable[[], None]) -> None:

@@ -243,27 +243,46 @@ def _short(value: Any, other: Any) -> str:
     return f"{'…' * bool(start)}{text[start : start + _MOST_SHOWN]}{'…' * (start + _MOST_SHOWN < len(text))}"
 
 
+class Backoff:
+    """Pauses that get longer, up to a timeout in seconds. A wait that has become long is logged once."""
+
+    def __init__(self, timeout: float, longest: float) -> None:
+        self._began, self._timeout, self._longest, self._next = time.monotonic(), timeout, longest, 0.001
+        self._is_logged = False
+
+    @property
+    def waited(self) -> float:
+        return time.monotonic() - self._began
+
+    def pause(self, message: str | Callable[[], str] = "") -> bool:
+        """Sleep; False after the timeout. ``message``: what is logged, or a function that returns it."""
+        if message and not self._is_logged and self.waited > _LONG:
+            self._is_logged = True
+            _log.warning("%s", message if isinstance(message, str) else message())
+        if self.waited > self._timeout:
+            return False
+        time.sleep(self._next)
+        self._next = min(self._longest, 1.5 * self._next)
+        return True
+
+
 def _wait(names: list[str], key: str, waits: Waits) -> None:
     """Wait until all names are set. Check regularly for a refusal and for ranks that wait under a different key."""
-    began = time.monotonic()
-    pause, warned, seen = 0.001, False, dict[int, tuple[str, float]]()
+    backoff, seen = Backoff(_PATIENCE, 0.25), dict[int, tuple[str, float]]()
+
+    def waiting() -> str:
+        late = ", ".join(_late(names))
+        return (
+            f"waiting for rank {late} to reach the same step. Every rank must iterate the same loaders equally often."
+        )
+
     while not all_set(names):
+        if backoff.waited >= _LOOK:
+            waits.check()
+            _check_others(key, waits, seen)
         # Not store.wait(): it writes to stderr on every timeout and does not notice a refusal.
-        time.sleep(pause)
-        pause = min(1.5 * pause, 0.25)
-        waited = time.monotonic() - began
-        if waited < _LOOK:
-            continue
-        waits.check()
-        _check_others(key, waits, seen)
-        if waited > _PATIENCE:
+        if not backoff.pause(waiting):
             raise TimeoutError(f"rank {', '.join(_late(names))} did not arrive within {_PATIENCE:g} s")
-        if waited > _LONG and not warned:
-            warned = True
-            _log.warning(
-                "waiting for rank %s to reach the same step. Every rank must iterate the same loaders equally often.",
-                ", ".join(_late(names)),
-            )
 
 
 def _note_of(waits: Waits, rank: int) -> str:
