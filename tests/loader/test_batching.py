@@ -74,6 +74,18 @@ def test_the_estimated_length_of_passes_of_steps(ds: midepoch.Dataset) -> None:
     assert loader.estimated_len == len(loader) == len(list(loader)) == 5
 
 
+def test_next_continues_after_other_passes_of_steps(ds: midepoch.Dataset) -> None:
+    loader = ds.loader(1, steps_per_epoch=3)
+    next(loader)
+    list(loader)
+    for _ in loader:
+        break
+    next(loader)
+    assert loader.steps == 5
+    list(loader)
+    assert loader.steps == 6
+
+
 @pytest.mark.parametrize("sizes", [{0: 2, 5: 100}, {0: 2, 5: 100, 9: 4}, {0: 100, 5: 2}], ids=str)
 def test_a_size_that_no_epoch_can_fill_is_an_error(ds: midepoch.Dataset, sizes: dict[int, int]) -> None:
     """At its step, every epoch would be empty, so that no step follows."""

@@ -496,6 +496,7 @@ class Loader(Resumable):
     # Iteration
 
     def __iter__(self) -> Iterator[Any]:
+        self._pass = None  # next() continues after the last batch of any pass
         return StepsPass(self) if self._options.steps_per_epoch else self._begin_pass()
 
     def _begin_pass(self, start: Start | None = None) -> Pass:
