@@ -249,6 +249,15 @@ def test_a_group_in_progress_is_delivered_with_its_other_rows(
     assert run.exact and run.epochs[0].complete
 
 
+def test_the_other_pieces_of_a_row_in_progress_are_left_out() -> None:
+    ds = midepoch.from_dict({"id": list(range(6))})
+    loader = ds.flat_map(lambda row: [{"id": row["id"], "piece": piece} for piece in range(3)]).loader(1)
+    batches = iter(loader)
+    assert [ids(next(batches)) for _ in range(4)] == [[0], [0], [0], [1]]
+    loader.exclude(rows=[1, 3])
+    assert [ids(batch) for batch in batches] == [[2]] * 3 + [[4]] * 3 + [[5]] * 3
+
+
 @pytest.mark.parametrize("edit", ["rows", "steps", "weights"])
 @pytest.mark.parametrize("resumed", [False, True], ids=["fresh", "resumed"])
 @pytest.mark.parametrize("in_lanes", [False, True], ids=["positions", "lanes"])

@@ -222,7 +222,7 @@ def _in_progress(node: Node, at: FlowAt) -> bool:
         if _inputs_in_progress(spec, at.delivered):
             return True
         at = at.before
-    return isinstance(at, RowAt) and isinstance(node.base, Leaf) and node.base.group is not None and at.outputs > 0
+    return isinstance(at, RowAt) and isinstance(node.base, Leaf) and at.outputs > 0
 
 
 def _only_packs(node: Node, at: FlowAt) -> bool:
