@@ -344,6 +344,10 @@ def become(command: list[str], cwd: str, env: dict[str, str], *files: int, teard
     os.environ.clear()
     os.environ.update(env)
     sys.executable = env.get(PYTHON, sys.executable)
+    if command[0] == "-u":  # which torchrun passes to its ranks
+        command = command[1:]
+        for stream in (sys.stdout, sys.stderr):
+            stream.reconfigure(write_through=True)  # type: ignore[union-attr]
     sys.path[0] = cwd if command[0] in ("-m", "-c") else os.path.dirname(os.path.abspath(command[0]))
     sys.path += [path for path in env.get("PYTHONPATH", "").split(os.pathsep) if path and path not in sys.path]
     if teardown:

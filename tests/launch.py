@@ -9,6 +9,8 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from forks import PYTHON
+
 QUIET = {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "JAX_PLATFORMS": "cpu"}
 
 PATIENCE = 600
@@ -22,20 +24,34 @@ Launch = Callable[..., None]
 
 
 def launch(
-    *arguments: str, cwd: Path | None = None, env: dict[str, str] | None = None, error: int | None = None
+    *arguments: str,
+    cwd: Path | None = None,
+    env: dict[str, str] | None = None,
+    error: int | None = None,
+    python: str = sys.executable,
 ) -> subprocess.Popen[str]:
-    """An agent, and ranks of it, in a session of its own; ``env`` is what differs from this process's environment."""
+    """An agent, and ranks of it, in a session of its own; ``env`` is what differs from this process's environment.
+
+    ``python``: the program that runs the agent, and from which it starts its ranks.
+    """
     # With the store shared between agents, torch 2.13 does not come together again after a node has joined.
-    own = {"OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", **(env or {})}
-    command = [sys.executable, "-m", "torch.distributed.run", *arguments]
+    own = {"OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", PYTHON: python, **(env or {})}
+    command = [python, "-m", "torch.distributed.run", *arguments]
     return subprocess.Popen(
         command, cwd=cwd, env={**os.environ, **own}, start_new_session=True, stderr=error, text=True
     )
 
 
-def torchrun(size: int, *command: str, cwd: Path | None = None, env: dict[str, str] | None = None) -> None:
+def torchrun(
+    size: int,
+    *command: str,
+    cwd: Path | None = None,
+    env: dict[str, str] | None = None,
+    python: str = sys.executable,
+) -> None:
     """A script as so many ranks on this machine, to their end."""
-    process = launch("--standalone", f"--nproc-per-node={size}", *command, cwd=cwd, env=env, error=subprocess.PIPE)
+    options = ["--standalone", f"--nproc-per-node={size}"]
+    process = launch(*options, *command, cwd=cwd, env=env, error=subprocess.PIPE, python=python)
     try:
         _, said = process.communicate(timeout=PATIENCE)
         assert process.returncode == 0, said[-6000:]

@@ -32,10 +32,10 @@ def read(path: Path) -> Any:
     return json.loads(path.read_text())
 
 
-def test_the_three_recipes_at_another_number_of_ranks(data: str, tmp_path: Path, launched: Launch) -> None:
-    """Two ranks by torchrun itself, whatever starts the three."""
+def test_the_three_recipes_at_another_number_of_ranks(data: str, tmp_path: Path, launched: Launch, python: str) -> None:
+    """Two ranks by an agent of torchrun, whatever starts the three."""
     job = str(HERE / "recipes_job.py")
-    torchrun(2, job, str(tmp_path), data, "train")
+    torchrun(2, job, str(tmp_path), data, "train", python=python)
     first = [read(tmp_path / f"train-{rank}.json") for rank in range(2)]
     ds = midepoch.from_files(data).shuffle(seed=5)
     order = [row["id"] for row in ds]

@@ -13,7 +13,7 @@ import pytest
 from page import ROOT, blocks_of
 
 import s3
-from forks import Forks
+from forks import PYTHON, Forks
 from midepoch.audit import read_run
 
 PAGES = sorted(
@@ -58,7 +58,7 @@ def test_page(
         return
     # Caches of its own: pages have datasets of one name and different contents.
     caches = {"MIDEPOCH_CACHE": str(tmp_path / ".cache"), "HF_HOME": str(tmp_path / ".hf")}
-    settings = {**caches, "PYTHONPATH": os.pathsep.join(sys.path)}
+    settings = {**caches, "PYTHONPATH": os.pathsep.join(sys.path), PYTHON: str(programs / "python")}
     if "s3://" in (ROOT / page).read_text():
         settings |= request.getfixturevalue("store")
     script = str(Path(__file__).with_name("page.py"))
