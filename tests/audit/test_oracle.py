@@ -55,7 +55,7 @@ MAKERS: dict[str, Callable[..., midepoch.Loader]] = {
         .loader(max_tokens=12, length=of_length, collate_fn=together, bucket_window=9, **kw)
     ),
 }
-_WITH_POSITIONS = [("rows", "lost", 12), ("sizes", "lost", 8)]
+_WITH_POSITIONS = [("rows", "lost", 8), ("sizes", "lost", 8)]
 IN_LANES = ("filter", "window", "run time")
 
 
@@ -132,7 +132,12 @@ class Model:
 
 @pytest.mark.parametrize(
     ("name", "fault", "seeds"),
-    [*((name, "", 8) for name in MAKERS), *((name, "repeated", 6) for name in MAKERS), *_WITH_POSITIONS],
+    [
+        *((name, "", 5) for name in MAKERS),
+        *((name, "repeated", 4) for name in MAKERS),
+        *_WITH_POSITIONS,
+        *(pytest.param(name, fault, 30, marks=pytest.mark.slow) for name in MAKERS for fault in ("", "repeated")),
+    ],
 )
 def test_every_fault_is_found_and_nothing_else(name: str, fault: str, seeds: int, tmp_path: Path) -> None:
     found = 0

@@ -255,8 +255,15 @@ def test_a_dataset_is_one_of_torch(ds: midepoch.Dataset) -> None:
         next(iter(torch.utils.data.DataLoader(train, batch_size=2)))
 
 
-@pytest.mark.parametrize("step", ["map", "filter"])
-@pytest.mark.parametrize("kind", ["process", "thread"])
+@pytest.mark.parametrize(
+    ("kind", "step"),
+    [
+        ("process", "map"),
+        ("thread", "filter"),
+        pytest.param("process", "filter", marks=pytest.mark.slow),
+        pytest.param("thread", "map", marks=pytest.mark.slow),
+    ],
+)
 def test_workers_are_initialised_and_their_silence_is_an_error(
     ds: midepoch.Dataset, step: str, kind: str, tmp_path: Path
 ) -> None:

@@ -143,7 +143,8 @@ def main(folder: Path, where: str) -> None:
     for case, options in {"alone": ALONE, "ranks": RANKS}[where].items():
         result = {"whole": run(folder, case, options)}
         steps = len(result["whole"]["rows"])
-        for step in range(1, steps, 1 if case == "epochs" else 2):
+        some = {1, steps // 2, EARLY, steps - 1}
+        for step in range(1, steps, 2) if case == "epochs" else sorted(some & {*range(steps)}):
             result[str(step)] = run(folder, case, options, folder / case / f"checkpoint-{step}")
         (folder / f"{case}-{rank}.json").write_text(json.dumps(result))
     if where == "alone":

@@ -53,7 +53,7 @@ def schedules(draw: st.DrawFn) -> Schedule:
     )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(schedules(), st.sampled_from(["run.yaml", "run.YML", "run.json"]))
 def test_a_schedule_is_read_as_it_was_written(
     tmp_path_factory: pytest.TempPathFactory, schedule: Schedule, name: str

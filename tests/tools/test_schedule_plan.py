@@ -106,7 +106,7 @@ def schedules(draw: st.DrawFn) -> Schedule:
     return Schedule(phases, max_passes=draw(st.dictionaries(st.sampled_from(used), st.integers(1, 3))))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(schedules(), st.lists(st.integers(1, 150), min_size=3, max_size=3), st.integers(1, 5), st.integers(0, 3))
 @example(Schedule([Phase("all", {"a": 1, "b": 1}, rows=300)], {"a": 1, "b": 1}), [60, 60, 1], 1, 0)
 @example(Schedule([Phase("all", {"a": 1, "b": 1})], {"a": 2, "b": 1}), [60, 60, 1], 3, 0)  # no length
