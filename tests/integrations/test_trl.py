@@ -185,7 +185,12 @@ def global_batches(folder: Path, first: int, last: int) -> list[list[int]]:
 
 
 @pytest.mark.parametrize(
-    ("name", "worlds"), [("sft", (4, 2, 8)), pytest.param("dpo", (2, 1, 2), marks=pytest.mark.slow)]
+    ("name", "worlds"),
+    [
+        ("sft", (2, 1, 4)),
+        pytest.param("sft", (4, 2, 8), marks=pytest.mark.slow),
+        pytest.param("dpo", (2, 1, 2), marks=pytest.mark.slow),
+    ],
 )
 def test_same_global_batches_on_other_numbers_of_ranks(
     name: str, worlds: tuple[int, ...], framework_forks: Forks, tmp_path: Path

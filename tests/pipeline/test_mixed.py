@@ -14,6 +14,7 @@ import midepoch
 from data import Numbers
 from midepoch.order.turns import spans
 from midepoch.testing import assert_resumes_exactly
+from pairs import covering
 
 
 def always(row: dict[str, Any]) -> bool:
@@ -43,9 +44,17 @@ def test_stop_all_ends_with_the_last_output_of_the_last_source(
         assert len(found) == sum(sizes)
 
 
-@pytest.mark.parametrize("stop", ["all", "never"])
-@pytest.mark.parametrize("shuffled", [False, True])
-@pytest.mark.parametrize("lanes", [1, 8, 16, 32])
+@pytest.mark.parametrize(
+    ("lanes", "shuffled", "stop"),
+    [
+        *covering([1, 8, 16], [False, True], ["all", "never"]),
+        *(
+            pytest.param(32, shuffled, stop, marks=pytest.mark.slow)
+            for shuffled in (False, True)
+            for stop in ("all", "never")
+        ),
+    ],
+)
 def test_counts_are_exact_in_every_lane_of_a_source_with_fewer_rows(
     numbers: Numbers, lanes: int, shuffled: bool, stop: str
 ) -> None:

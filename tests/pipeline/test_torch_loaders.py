@@ -78,7 +78,10 @@ def test_stateful_dataloader(name: str, workers: int, streams: dict[str, Callabl
     def make() -> StatefulDataLoader:
         return StatefulDataLoader(streams[name](), batch_size=5, num_workers=workers, collate_fn=collate)
 
-    assert_resumes_exactly(make, steps=[1, 8, 9] if workers else [0, 1, 4, 6, 8, 9, 10, 12], tail=5)
+    if workers == 2:  # a pool of workers takes 0.2 s: one epoch, in its middle and near its end
+        assert_resumes_exactly(make, epochs=1, steps=[1, 9], tail=5)
+    else:
+        assert_resumes_exactly(make, steps=[1, 8, 9] if workers else [0, 1, 4, 6, 8, 9, 10, 12], tail=5)
 
 
 @pytest.mark.parametrize("named", [False, True])
