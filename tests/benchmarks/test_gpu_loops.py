@@ -41,10 +41,13 @@ print(json.dumps(found))
 """
 
 
-def test_all_loops_run_on_a_cpu(tmp_path: Path, python: str) -> None:
-    output = run(python, "-m", "benchmarks.gpu", "--smoke", "--device", "--json", str(tmp_path / "figures.json"))
+# That of images has measurements of its own. The routes of all three are compared below.
+@pytest.mark.parametrize("loops", [["images"], pytest.param(["tokens", "text", "images"], marks=pytest.mark.slow)])
+def test_all_loops_run_on_a_cpu(loops: list[str], tmp_path: Path, python: str) -> None:
+    words = ["--smoke", "--device", "--loops", ",".join(loops), "--json", str(tmp_path / "figures.json")]
+    output = run(python, "-m", "benchmarks.gpu", *words)
     figures: dict[str, Any] = json.loads((tmp_path / "figures.json").read_text())["figures"]
-    assert set(figures) == {"tokens", "text", "images"}
+    assert set(figures) == set(loops)
     for kinds in figures.values():
         assert set(kinds["training"]) == {"synthetic", "midepoch", "DataLoader"}
         assert set(kinds["loader alone"]) == set(kinds["first batch, 0 workers"]) == {"midepoch", "DataLoader"}
@@ -52,7 +55,7 @@ def test_all_loops_run_on_a_cpu(tmp_path: Path, python: str) -> None:
             for (figure,) in contenders.values():
                 assert figure["rows_per_second"] > 0
                 assert 0 <= figure["next_share"] <= 1
-    assert output.count("share of the synthetic rate") >= 6, "medians and bars of every loop"
+    assert output.count("share of the synthetic rate") >= 2 * len(loops), "medians and bars of every loop"
 
 
 def test_both_loaders_do_the_same_work(python: str) -> None:
