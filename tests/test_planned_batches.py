@@ -144,12 +144,22 @@ def test_a_loader_resumes_exactly_with_any_workers(name: str, open_ds: Callable[
     assert assert_resumes_exactly(make, resume_with=[threads], tail=4, steps=[1, 7, 8, 13]) > 5
 
 
-@pytest.mark.parametrize("name", LOADERS)
-def test_batches_do_not_depend_on_workers(name: str, open_ds: Callable[[], midepoch.Dataset]) -> None:
+# Planned and at run time, each with lengths of a column and of a function; in lanes; sizes and steps.
+IN_PROCESSES = ["varlen", "balanced by a function", "mapped", "function", "filtered", "mixed", "sizes of lanes"]
+IN_PROCESSES += ["steps of tokens"]
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        pytest.param(name, kind, marks=() if kind == "thread" or name in IN_PROCESSES else pytest.mark.slow)
+        for name in LOADERS
+        for kind in ("process", "thread")
+    ],
+)
+def test_batches_do_not_depend_on_workers(name: str, kind: str, open_ds: Callable[[], midepoch.Dataset]) -> None:
     expected = epoch_of(LOADERS[name](open_ds()))
-    with LOADERS[name](open_ds(), num_workers=2) as loader:
-        assert epoch_of(loader) == expected
-    with LOADERS[name](open_ds(), num_workers=2, worker_type="thread") as loader:
+    with LOADERS[name](open_ds(), num_workers=2, worker_type=kind) as loader:
         assert epoch_of(loader) == expected
 
 

@@ -818,10 +818,11 @@ def test_rows_that_are_excluded_in_the_middle_of_an_epoch(
     assert not set(again) & numbers and len(again) == len(before) - sum(before.count(row) for row in numbers)
 
 
+@pytest.mark.parametrize("every", [3, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("at", [1, 4, 9])
 @pytest.mark.parametrize("lanes", [1, 2])
 def test_documents_that_are_excluded_before_they_are_packed_have_no_token_left(
-    lanes: int, at: int, tmp_path: Path
+    lanes: int, at: int, every: int, tmp_path: Path
 ) -> None:
     """A document of many sequences, in a chunk of the pipeline that has begun, but not begun itself."""
     documents = [[number] * (1 + 37 * number % 90) for number in range(200)]
@@ -841,7 +842,7 @@ def test_documents_that_are_excluded_before_they_are_packed_have_no_token_left(
     begun = set().union(*whole[:at])
     soon = [number for number in set().union(*whole[at : at + 4]) - begun if len(documents[number]) > 40]
     assert soon
-    for numbers in [*({number} for number in soon), set(whole[at])]:  # one of them, or all of the next step
+    for numbers in [*({number} for number in soon[::every]), set(whole[at])]:  # one of them, or all of the next step
         loader = make()
         before = [next(loader) for _ in range(at)]
         given = [("odd" if number % 2 else "even", number // 2) for number in numbers]

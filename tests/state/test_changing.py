@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from itertools import islice
 from typing import Any
 
@@ -101,8 +101,16 @@ def check_goes_on(name: str, seen: list[int], bounds: tuple[int, int]) -> None:
     assert all(count <= expected(n) for n, count in mine.items())
 
 
-@pytest.mark.parametrize("name", BEHIND)
-@pytest.mark.parametrize("steps", [30, 31, 33, 34, 36])
+def alternating(names: Iterable[str]) -> list[Any]:
+    """Names and numbers of steps: each name with every second number, and the next one with the others."""
+    return [
+        pytest.param(name, steps, marks=pytest.mark.slow if (i + j) % 2 else ())
+        for i, name in enumerate(names)
+        for j, steps in enumerate((30, 31, 33, 34, 36))
+    ]
+
+
+@pytest.mark.parametrize(("name", "steps"), alternating(BEHIND))
 def test_changed_weights_lose_and_repeat_nothing(name: str, steps: int, numbers: Numbers) -> None:
     a, b = numbers(0, 1000), numbers(10000, 11000)
 
@@ -121,8 +129,7 @@ def test_changed_weights_lose_and_repeat_nothing(name: str, steps: int, numbers:
         check_goes_on(name, seen, bounds)
 
 
-@pytest.mark.parametrize("name", ["nothing", "filter", "flat_map", "pack", "filter and pack"])
-@pytest.mark.parametrize("steps", [30, 31, 33, 34, 36])
+@pytest.mark.parametrize(("name", "steps"), alternating(["nothing", "filter", "flat_map", "pack", "filter and pack"]))
 def test_removed_and_added_sources_lose_and_repeat_nothing(name: str, steps: int, numbers: Numbers) -> None:
     parts = {i: numbers(10_000 * i, 10_000 * i + 1000) for i in range(4)}
 
