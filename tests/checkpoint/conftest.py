@@ -17,6 +17,13 @@ def plain_forks() -> Iterator[Forks]:
 
 
 @pytest.fixture(scope="session")
+def store_forks() -> Iterator[Forks]:
+    """Runs scripts that save into an object store. What talks to it is imported by each: it starts threads."""
+    with Forks("numpy.random", "midepoch.loader", "midepoch.checkpoint") as forks:
+        yield forks
+
+
+@pytest.fixture(scope="session")
 def jax_forks() -> Iterator[Forks]:
     """Runs scripts that use JAX and Orbax, which take 3 s to import. JAX has no thread until its first array."""
     pytest.importorskip("orbax.checkpoint")

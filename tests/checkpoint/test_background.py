@@ -247,8 +247,15 @@ def test_calls_from_other_threads_do_not_let_saves_overlap(tmp_path: Path, monke
         assert {float(value[0]) for value in checkpoint.read(step, "model").values()} == {float(step)}
 
 
-@pytest.mark.parametrize("size", [10, 12 << 20])
-@pytest.mark.parametrize("backend", ["files", "orbax"])
+@pytest.mark.parametrize(
+    ("backend", "size"),
+    [
+        ("files", 12 << 20),
+        ("orbax", 12 << 20),
+        pytest.param("files", 10, marks=pytest.mark.slow),
+        pytest.param("orbax", 10, marks=pytest.mark.slow),
+    ],
+)
 def test_a_large_save_finishes_at_exit(backend: str, size: int, tmp_path: Path) -> None:
     script = f"""
 import numpy as np

@@ -21,6 +21,7 @@ import torch
 from counting import Numbers
 from store_job import model_at, open_at
 
+from forks import Forks
 from midepoch.checkpoint import (
     CheckpointDamagedError,
     CheckpointError,
@@ -128,8 +129,11 @@ def test_a_damaged_step_is_passed_over(damage: str, s3_server: Server, run: Path
         checkpoint.verify(2)
 
 
-def test_kill_before_every_request(s3_server: Server, run: Path, address: str) -> None:
+def test_kill_before_every_request(
+    s3_server: Server, run: Path, address: str, store_forks: Forks, tmp_path: Path
+) -> None:
     """Each save replaces step 1 by step 2, with pruning, and dies before its n-th request."""
+    store_forks.executable(tmp_path / "python")
     number, finished = 0, False
     while not finished:
         number += 1
@@ -138,7 +142,7 @@ def test_kill_before_every_request(s3_server: Server, run: Path, address: str) -
         save(first, 1, keep=1)
         with Proxy(s3_server.endpoint) as proxy:
             job = subprocess.Popen(
-                [sys.executable, str(Path(__file__).with_name("store_job.py")), address, proxy.endpoint, "2"],
+                [tmp_path / "python", str(Path(__file__).with_name("store_job.py")), address, proxy.endpoint, "2"],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
