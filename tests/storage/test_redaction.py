@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from midepoch.storage.address import Address
-from midepoch.storage.redaction import Secrets, is_secret, redacted
+from midepoch.storage.address import Address, Secrets, is_secret, redacted
 
 
 @given(st.sampled_from(["s3", "https", "ftp", "gs"]), st.text(min_size=1), st.text())

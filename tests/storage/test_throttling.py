@@ -7,8 +7,8 @@ from email.utils import format_datetime, formatdate
 import pytest
 
 from midepoch.errors import FetchError
+from midepoch.storage.damage import ThrottledError, requested_wait, retry_after
 from midepoch.storage.stores import Retry, Store
-from midepoch.storage.throttling import ThrottledError, requested_wait, retry_after
 
 
 @pytest.mark.parametrize(

@@ -33,9 +33,8 @@ from midepoch.checkpoint.local import LocalSource, write_at
 from midepoch.checkpoint.manifest import Manifest
 from midepoch.checkpoint.store import NUMBER, STALE, Copy, Object, Process
 from midepoch.errors import CheckpointDamagedError, FetchError
-from midepoch.storage.address import Address
+from midepoch.storage.address import Address, Secrets
 from midepoch.storage.addresses import check_endpoint, native_options
-from midepoch.storage.redaction import Secrets
 
 T = TypeVar("T")
 # The names that from_files accepts, which are pyarrow's; any other is passed to obstore unchanged.

@@ -20,7 +20,7 @@ from midepoch.cli.inspect import diff, inspect, verify
 from midepoch.cli.machine import bench, demo, doctor, index
 from midepoch.cli.plan import plan
 from midepoch.cli.runs import audit, report, watch
-from midepoch.storage.redaction import Secrets
+from midepoch.storage.address import Secrets
 
 COMMANDS: dict[str, tuple[Any, ...]] = {
     "Data": (info, peek, index, bench),

@@ -17,7 +17,7 @@ from rich.text import Text
 
 from midepoch._internal.values import to_jsonable
 from midepoch.errors import MidepochError
-from midepoch.storage.redaction import redacted
+from midepoch.storage.address import redacted
 
 F = TypeVar("F", bound=Callable[..., Any])
 

@@ -14,10 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from midepoch.errors import DataError, DataNotFoundError
-from midepoch.storage.address import Address
+from midepoch.storage.address import Address, Secrets, is_secret
 from midepoch.storage.cache_files import atomic_write, default_index_dir, locked
 from midepoch.storage.fsspec_files import redact_logs
-from midepoch.storage.redaction import Secrets, is_secret
 
 VERSION = 1
 

@@ -15,9 +15,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.fs as fs
 
-from midepoch.storage.address import Address
+from midepoch.storage.address import Address, redacted
 from midepoch.storage.open_files import RangeFile
-from midepoch.storage.redaction import redacted
 
 _PLACES = ("host", "port", "share", "org", "repo", "sha", "fo")
 """Options that locate the files."""

@@ -19,9 +19,9 @@ from urllib.parse import quote, unquote, urljoin, urlsplit
 
 from midepoch.errors import DataNotFoundError, FetchError, MidepochError
 from midepoch.storage.address import Address
+from midepoch.storage.damage import ThrottledError, requested_wait
 from midepoch.storage.fsspec_files import redact_logs
 from midepoch.storage.open_files import Entry
-from midepoch.storage.throttling import ThrottledError, requested_wait
 
 DEFAULT_ENDPOINT = "https://huggingface.co"
 TIMEOUT = 30.0

@@ -21,15 +21,13 @@ import pyarrow.fs as fs
 
 from midepoch._internal.hints import hinted_methods
 from midepoch.errors import CorruptBlockError, DataNotFoundError, FetchError, MidepochError
-from midepoch.storage.address import Address
-from midepoch.storage.damage import PAUSES, changed, is_damage, refusal
+from midepoch.storage.address import Address, Secrets
+from midepoch.storage.damage import PAUSES, changed, is_damage, refusal, retry_after
 from midepoch.storage.fsspec_files import FsspecHandler, is_foreign, options_of
 from midepoch.storage.hub_files import HubFiles
 from midepoch.storage.open_files import Entry as Entry
 from midepoch.storage.open_files import OpenFile as OpenFile
 from midepoch.storage.open_files import ShortError, checked_file
-from midepoch.storage.redaction import Secrets
-from midepoch.storage.throttling import retry_after
 
 T = TypeVar("T")
 _log = logging.getLogger("midepoch")

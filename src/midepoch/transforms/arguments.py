@@ -18,8 +18,7 @@ from typing import Any
 import numpy as np
 
 from midepoch._internal.values import loaded
-from midepoch.storage.address import Address
-from midepoch.storage.redaction import is_secret
+from midepoch.storage.address import Address, is_secret
 from midepoch.transforms.encode import OfItem, Tokenize
 from midepoch.transforms.filter import FilterExpression
 from midepoch.transforms.function import Function

@@ -21,8 +21,7 @@ from midepoch.sources.formats.table_parquet import SnapshotFile, described
 from midepoch.sources.lake import Files
 from midepoch.sources.table_folders import refusals
 from midepoch.sources.tables.opening import TableFile, scanned_files
-from midepoch.storage.address import Address
-from midepoch.storage.redaction import Secrets
+from midepoch.storage.address import Address, Secrets
 from midepoch.storage.stores import Store
 
 _TYPES = {
