@@ -18,8 +18,7 @@ from midepoch.sources.formats.tokens import DTYPES, MOST_TOKENS
 from midepoch.sources.lake import Request
 from midepoch.sources.listing import Lookups
 from midepoch.sources.manifests import is_litdata, refuse_chunks
-from midepoch.storage.open_files import Entry
-from midepoch.storage.stores import Retry
+from midepoch.storage.stores import Entry, Retry
 
 _PARALLEL = 16
 

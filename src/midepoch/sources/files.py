@@ -37,8 +37,7 @@ from midepoch.sources.table_folders import refuse_tables
 from midepoch.storage.address import refuse_lost_slash
 from midepoch.storage.addresses import check_utf8, resolve
 from midepoch.storage.hub_files import HubFiles
-from midepoch.storage.open_files import Entry
-from midepoch.storage.stores import Store
+from midepoch.storage.stores import Entry, Store
 
 PathLike = str | os.PathLike[str]
 _log = logging.getLogger("midepoch")

@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from midepoch.errors import FormatError
 from midepoch.storage.hub_api import parse_hub_path
-from midepoch.storage.open_files import Entry
+from midepoch.storage.stores import Entry
 
 _log = logging.getLogger("midepoch")
 

@@ -1,7 +1,8 @@
 """Opening of an index: read if the files are those that it was built of, else built.
 
 It is built once: headers and footers of files (for text, all rows) are scanned in parallel, types are unified, and the
-rows that pass the filter are counted, so that a position means the same row on every machine.
+rows that pass the filter are counted, so that a position means the same row on every machine. Hive partitions, folders
+named ``key=value``, add columns to all rows below them.
 """
 
 from __future__ import annotations
@@ -9,26 +10,28 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
+import re
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.fs as fs
 
 from midepoch._internal.progress import Progress
-from midepoch.errors import CorruptBlockError, DataNotFoundError, DifferentSchemasError
-from midepoch.sources.decode import decoded, partition_expression
+from midepoch.errors import CorruptBlockError, DataNotFoundError, DifferentSchemasError, FormatError
 from midepoch.sources.dictionaries import holds, holds_dictionary
 from midepoch.sources.files import DataFiles
 from midepoch.sources.filters import Filter, comparable
 from midepoch.sources.fingerprints import SKIPPED
 from midepoch.sources.folders import Listing
 from midepoch.sources.formats import GROUPED, Block, Member, Scanned, format_named
+from midepoch.sources.formats.base import Values, decoded, partition_expression
 from midepoch.sources.index import (
     MAPPED,
     Index,
@@ -40,7 +43,6 @@ from midepoch.sources.index import (
     read_or_build,
     save,
 )
-from midepoch.sources.indexed_files import Values, below, hive_values
 from midepoch.sources.listing import Lookups
 from midepoch.sources.schemas import difference, nullable_paths, row_bytes, unified, usable
 from midepoch.storage.cache_files import default_index_dir
@@ -348,3 +350,71 @@ class _Counter:
             _log.warning("skipped %d rows that cannot be filtered: %s", scan.rows[i], problem)
             return 0
         return int(comparable(table).filter(self._filter.expression).num_rows)
+
+
+_NULL = "__HIVE_DEFAULT_PARTITION__"
+
+
+_GLOB = re.compile(r"[*?\[]")
+
+
+def hive_values(paths: Sequence[str]) -> tuple[list[Values], pa.Schema]:
+    """Return the values of each path and their types: integers if all values are, else text."""
+    texts = [_texts(path) for path in paths]
+    keys = list(texts[0])
+    for path, values in zip(paths, texts, strict=True):
+        if list(values) != keys:
+            raise FormatError(
+                f"the files are not partitioned alike: {paths[0]} has {keys or 'no keys'}, {path} has {list(values)}."
+            )
+    types = {key: pa.int64() if all(_is_int(text[key]) for text in texts) else pa.string() for key in keys}
+    typed = [tuple((key, _typed(text[key], types[key])) for key in keys) for text in texts]
+    return typed, pa.schema(list(types.items()))
+
+
+def below(given: Sequence[str], paths: Sequence[str]) -> list[str]:
+    """Return the paths of files relative to the roots of their partitions.
+
+    For a given folder the root is the folder, or the first parent that is not itself a partition. For a file or a glob
+    the partitions are the nearest consecutive folders named ``key=value``.
+    """
+    files = set(given).intersection(paths)
+    others = [text for text in given if text not in files]
+    relative = []
+    for path in paths:
+        roots = [_root(text, path) for text in ((path,) if path in files else others)]
+        root = max((each for each in roots if path.startswith(each)), key=len, default="")
+        relative.append(path[len(root) :].lstrip("/"))
+    return relative
+
+
+def _root(text: str, path: str) -> str:
+    plain, *glob = _GLOB.split(text, maxsplit=1)
+    if text != path and not glob:
+        above = text.rstrip("/").split("/")
+        while above and "=" in above[-1]:  # a folder that is itself a partition
+            above.pop()
+        return "/".join([*above, ""])
+    folders = path.split("/")[:-1]
+    fixed = plain.split("/")[:-1] if text != path else folders
+    if any("=" in folder for folder in folders[len(fixed) :]):
+        folders = fixed  # the glob matches some of the partitions
+    else:
+        while any("=" in folder for folder in folders) and "=" not in folders[-1]:
+            folders.pop()
+    while folders and "=" in folders[-1]:
+        folders.pop()
+    return "".join(f"{folder}/" for folder in folders)
+
+
+def _texts(path: str) -> dict[str, str | None]:
+    parts = [part.split("=", 1) for part in path.split("/")[:-1] if "=" in part and not part.startswith("=")]
+    return {unquote(key): None if value == _NULL else unquote(value) for key, value in parts}
+
+
+def _is_int(text: str | None) -> bool:
+    return text is None or (re.fullmatch(r"-?[0-9]{1,19}", text) is not None and abs(int(text)) < 1 << 63)
+
+
+def _typed(text: str | None, kind: pa.DataType) -> Any:
+    return text if text is None or kind != pa.int64() else int(text)

@@ -15,8 +15,7 @@ import pyarrow.fs as fs
 
 from midepoch._internal.version import __version__
 from midepoch.sources.table_folders import refuse_part
-from midepoch.storage.open_files import Entry
-from midepoch.storage.stores import Store
+from midepoch.storage.stores import Entry, Store
 
 _RANGE = re.compile(r"(-?\d+)\.\.(-?\d+)(?:\.\.(-?\d+))?")
 _LETTERS = re.compile(r"([A-Za-z])\.\.([A-Za-z])(?:\.\.(-?\d+))?")

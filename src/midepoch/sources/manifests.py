@@ -14,8 +14,7 @@ from typing import Any
 
 from midepoch.errors import DataNotFoundError, FormatError
 from midepoch.sources.listing import Lookups, beginning
-from midepoch.storage.open_files import Entry
-from midepoch.storage.stores import Store
+from midepoch.storage.stores import Entry, Store
 
 NAME = "index.json"
 FORMATS = ("mds", "litdata")

@@ -22,15 +22,14 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from midepoch.errors import FormatError
-from midepoch.sources.decode import decoded
 from midepoch.sources.fingerprints import fingerprint, spaced
 from midepoch.sources.folders import Listing, is_metadata
 from midepoch.sources.formats import Block, Scanned, format_named
+from midepoch.sources.formats.base import decoded
 from midepoch.sources.formats.media import FILE, LOCATED, SKIP
 from midepoch.sources.index import for_all
 from midepoch.sources.schemas import unified
-from midepoch.storage.open_files import Entry
-from midepoch.storage.stores import Store
+from midepoch.storage.stores import Entry, Store
 
 _log = logging.getLogger("midepoch")
 _NAMED = 10

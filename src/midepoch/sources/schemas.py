@@ -12,8 +12,8 @@ from midepoch.errors import FormatError
 from midepoch.sources.arrow_ipc import nodes
 from midepoch.sources.dictionaries import children, plain_type, undecodable, with_children, without_views
 from midepoch.sources.formats import Scanned
+from midepoch.sources.formats.base import Values
 from midepoch.sources.formats.lines import widest
-from midepoch.sources.indexed_files import Values
 
 
 def usable(file: str, schema: pa.Schema) -> None:

@@ -18,16 +18,15 @@ import pyarrow.fs as fs
 from midepoch.errors import CorruptBlockError, DataNotFoundError, FormatError
 from midepoch.order import SourceLayout
 from midepoch.order.shuffle import DEFAULT_WINDOW
-from midepoch.sources.decode import decoded
 from midepoch.sources.filters import Filter
 from midepoch.sources.fingerprints import SKIPPED
 from midepoch.sources.formats import GROUPED, Block, InPlace, format_named
 from midepoch.sources.formats import CacheSpec as CacheSpec
+from midepoch.sources.formats.base import decoded
 from midepoch.sources.index import MAPPED, Index, IndexedFile, IndexedFiles
 from midepoch.sources.table_folders import expired
 from midepoch.storage.damage import DamageError, is_damage, refusal
-from midepoch.storage.open_files import Entry
-from midepoch.storage.stores import Store
+from midepoch.storage.stores import Entry, Store
 
 _PLAIN_FEATURES = {
     "Value",

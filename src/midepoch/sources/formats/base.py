@@ -1,4 +1,4 @@
-"""Interface of a file format: find the blocks of a file, and decode one of them."""
+"""Interface of a file format: find the blocks of a file, and decode one of them to the columns of a table."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import pyarrow as pa
 
-from midepoch.errors import DataError, FormatError
-from midepoch.storage.open_files import Entry
-from midepoch.storage.stores import Store
+from midepoch.errors import CorruptBlockError, DataError, FormatError
+from midepoch.storage.damage import is_damage, refusal
+from midepoch.storage.stores import Entry, Store
 
+Values = tuple[tuple[str, Any], ...]
+"""Values of columns that are the same for all rows of a file: those of its partitions."""
 Chains = tuple[tuple[tuple[int, ...], ...], ...]
 """Dictionaries of an Arrow file: for each, its versions in order; for each version, the offsets of its messages."""
 
@@ -153,3 +155,56 @@ class InPlace(Protocol):
         the file does not contain.
         """
         ...
+
+
+def partition_expression(values: Values) -> Any:
+    """Return an expression that is true for all rows of a file, from its partition values. None if there are none."""
+    import pyarrow.compute as pc
+
+    known = None
+    for name, value in values:
+        condition = pc.field(name).is_null() if value is None else pc.field(name) == value
+        known = condition if known is None else known & condition
+    return known
+
+
+def decoded(
+    store: Store,
+    form: Format,
+    block: Block,
+    values: Values,
+    schema: pa.Schema,
+    columns: Sequence[str],
+    rows: int | None,
+) -> pa.Table:
+    """Decode a block to exactly these columns, in the types of the schema.
+
+    Columns that the file lacks are null. ``rows``: the expected number of rows, None with a filter.
+    """
+    constants = dict(values)
+    own = [name for name in columns if name not in constants]
+    table = form.decode(store, block, schema, own) if own or rows is None else table_of([], [], rows)
+    length = table.num_rows if rows is None else rows
+    if table.num_columns and table.num_rows != length:
+        raise pa.ArrowInvalid(f"{table.num_rows} rows where the index says {rows}")
+    present = dict(zip(table.schema.names, table.columns, strict=True))
+    wanted = pa.schema([schema.field(name) for name in columns])
+    arrays = []
+    for name, kind in zip(columns, wanted.types, strict=True):
+        if name in constants:
+            arrays.append(pa.repeat(pa.scalar(constants[name], kind), length))
+        elif name not in present:
+            arrays.append(pa.nulls(length, kind))
+        else:
+            arrays.append(_cast(store, block, name, present[name], kind))
+    return pa.table(arrays, schema=wanted)
+
+
+def _cast(store: Store, block: Block, name: str, column: pa.ChunkedArray, kind: pa.DataType) -> pa.ChunkedArray:
+    if column.type.equals(kind, check_metadata=True):
+        return column
+    try:
+        return column.cast(kind)
+    except pa.ArrowException as problem:
+        text = f"{store.name(block.entry.path)}: column {name!r} is not {kind}: {problem}"
+        raise CorruptBlockError(text) if is_damage(problem) else refusal(problem, text) from None

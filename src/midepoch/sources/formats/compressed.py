@@ -22,8 +22,7 @@ import pyarrow as pa
 from midepoch.sources.formats.base import Block, CacheSpec
 from midepoch.sources.names import COMPRESSIONS
 from midepoch.storage.cache_files import default_index_dir, make_private
-from midepoch.storage.open_files import Entry
-from midepoch.storage.stores import OpenFile, Store
+from midepoch.storage.stores import Entry, OpenFile, Store
 
 _log = logging.getLogger("midepoch")
 _READ = 1 << 20

@@ -25,8 +25,7 @@ from midepoch.sources.formats.cutting import Int64Array, broken_quoted_rows, is_
 from midepoch.sources.formats.lines import Dialect, about_rows, check_text, read_rows, scan_text
 from midepoch.sources.names import COMPRESSIONS, not_the_data
 from midepoch.storage.damage import DamageError
-from midepoch.storage.open_files import Entry
-from midepoch.storage.stores import Store
+from midepoch.storage.stores import Entry, Store
 
 _log = logging.getLogger("midepoch")
 _HEADER = 1 << 20

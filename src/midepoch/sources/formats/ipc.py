@@ -10,8 +10,7 @@ import pyarrow as pa
 from midepoch.sources.arrow_ipc import BatchReader, walk
 from midepoch.sources.dictionaries import plain_array
 from midepoch.sources.formats.base import Block, Format, Scanned, table_of
-from midepoch.storage.open_files import Entry
-from midepoch.storage.stores import Store
+from midepoch.storage.stores import Entry, Store
 
 
 class ArrowFormat(Format):

@@ -18,8 +18,7 @@ from midepoch.sources.formats.cutting import SPACE, Int64Array, bracket_depths, 
 from midepoch.sources.formats.lines import Dialect, FilePieces, Piece, about_rows, check_text, read_rows, scan_text
 from midepoch.sources.names import not_the_data
 from midepoch.storage.damage import DamageError
-from midepoch.storage.open_files import Entry
-from midepoch.storage.stores import Store
+from midepoch.storage.stores import Entry, Store
 
 _BOM = b"\xef\xbb\xbf"
 _BLANK = 1 << 20

@@ -22,8 +22,7 @@ from midepoch.sources.formats.base import Block, Scanned
 from midepoch.sources.formats.compressed import can_be_fetched, compression, contents, decompressed, skip
 from midepoch.sources.formats.cutting import SPACE, Int64Array, broken_rows, row_ends, without
 from midepoch.storage.damage import DamageError, is_damage
-from midepoch.storage.open_files import Entry
-from midepoch.storage.stores import Store
+from midepoch.storage.stores import Entry, Store
 
 MIXED_REMEDY = (
     'Write values of one type, or open it with midepoch.load_dataset("json", data_files=…), which reads mixed types.'

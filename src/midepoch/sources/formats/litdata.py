@@ -41,8 +41,7 @@ from midepoch.sources.formats.records import (
 )
 from midepoch.sources.formats.tokens import COLUMN
 from midepoch.sources.manifests import inside, read_manifest
-from midepoch.storage.open_files import Entry
-from midepoch.storage.stores import Store
+from midepoch.storage.stores import Entry, Store
 
 _ARROW_MAGIC = b"LDARW01\0"
 _ARROW_TAIL = 4 + len(_ARROW_MAGIC)

@@ -52,8 +52,7 @@ from midepoch.sources.formats.records import (
     shard_files,
 )
 from midepoch.sources.manifests import inside, read_manifest
-from midepoch.storage.open_files import Entry
-from midepoch.storage.stores import Store
+from midepoch.storage.stores import Entry, Store
 
 Decode = Callable[[Values], pa.Array]
 """Function that decodes all values of a column. Without values, its array has the type that they would have, or that of

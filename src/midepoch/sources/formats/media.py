@@ -17,8 +17,7 @@ import pyarrow as pa
 from midepoch.errors import CorruptBlockError, DataNotFoundError
 from midepoch.sources.formats.base import Block, Format, table_of
 from midepoch.storage.damage import changed, removed
-from midepoch.storage.open_files import Entry
-from midepoch.storage.stores import Store
+from midepoch.storage.stores import Entry, Store
 
 FILE = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
 """The type of a file in a row, as in Hugging Face's features."""

@@ -19,8 +19,7 @@ import pyarrow as pa
 from midepoch.errors import DataNotFoundError, FormatError
 from midepoch.sources.fingerprints import fingerprint
 from midepoch.sources.formats.base import Block, FileContents, Format, Scanned
-from midepoch.storage.open_files import Entry
-from midepoch.storage.stores import OpenFile, Store
+from midepoch.storage.stores import Entry, OpenFile, Store
 
 COLUMN, LENGTHS, MODES = "input_ids", "sequence_lengths", "modes"
 BLOCK_BYTES = 8 << 20

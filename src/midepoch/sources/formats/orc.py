@@ -15,8 +15,7 @@ import pyarrow.orc as po
 from midepoch.sources.fingerprints import fingerprint
 from midepoch.sources.formats.base import Block, Format, Scanned
 from midepoch.storage.damage import DamageError, is_damage
-from midepoch.storage.open_files import Entry
-from midepoch.storage.stores import OpenFile, Store
+from midepoch.storage.stores import Entry, OpenFile, Store
 
 _TAIL = 64 << 10
 _NONE, _ZLIB, _SNAPPY, _ZSTD = 0, 1, 2, 5

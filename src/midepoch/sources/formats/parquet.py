@@ -18,8 +18,7 @@ from midepoch.sources.formats.base import Block, Format, Scanned, table_of
 from midepoch.sources.formats.parquet_chunks import Chunks, column_chunks, definition_levels, sound
 from midepoch.sources.names import not_the_data
 from midepoch.storage.damage import DamageError, unreadable
-from midepoch.storage.open_files import Entry
-from midepoch.storage.stores import OpenFile, Store
+from midepoch.storage.stores import Entry, OpenFile, Store
 
 Path = tuple[str, ...]
 

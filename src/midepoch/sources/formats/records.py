@@ -21,8 +21,7 @@ from midepoch.errors import CorruptBlockError, DataNotFoundError, FormatError, M
 from midepoch.sources.formats.base import Scanned, table_of
 from midepoch.sources.listing import stat_all
 from midepoch.storage.damage import DamageError
-from midepoch.storage.open_files import Entry
-from midepoch.storage.stores import OpenFile, Store
+from midepoch.storage.stores import Entry, OpenFile, Store
 
 _PLAIN = {"L": (b"P5", 1), "RGB": (b"P6", 3)}
 _CONVERTED = {"HSV": "RGB", "RGBa": "RGBA", "La": "LA"}

@@ -27,8 +27,7 @@ from midepoch.errors import FormatError
 from midepoch.sources.dictionaries import has_large_text, large_text, plain_type, with_children
 from midepoch.sources.formats.base import Block, Format, Scanned, table_of
 from midepoch.sources.formats.parquet import ParquetFormat, file_schema, large_columns, rows_of_groups
-from midepoch.storage.open_files import Entry
-from midepoch.storage.stores import Store
+from midepoch.storage.stores import Entry, Store
 
 ID, NAMES = b"id", b"names"
 _FILE_ID = b"PARQUET:field_id"

@@ -16,8 +16,7 @@ import pyarrow as pa
 from midepoch.errors import FormatError
 from midepoch.sources.formats.compressed import can_be_fetched, compression, contents
 from midepoch.storage.damage import is_damage
-from midepoch.storage.open_files import Entry
-from midepoch.storage.stores import OpenFile, Store
+from midepoch.storage.stores import Entry, OpenFile, Store
 
 _log = logging.getLogger("midepoch")
 BLOCK = 512

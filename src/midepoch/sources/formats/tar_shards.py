@@ -27,8 +27,7 @@ from midepoch.errors import FormatError
 from midepoch.sources.formats.base import Block, Format, Scanned, table_of
 from midepoch.sources.formats.compressed import compression, decompressed
 from midepoch.sources.formats.tar_headers import BLOCK, Damage, TarMember, members, opened
-from midepoch.storage.open_files import Entry
-from midepoch.storage.stores import OpenFile, Store
+from midepoch.storage.stores import Entry, OpenFile, Store
 
 BLOCK_BYTES = 8 << 20
 KEY = "__key__"

@@ -19,8 +19,7 @@ import pyarrow as pa
 from midepoch.errors import FormatError
 from midepoch.sources.fingerprints import fingerprint
 from midepoch.sources.formats.base import Block, FileContents, Format, Scanned
-from midepoch.storage.open_files import Entry
-from midepoch.storage.stores import Store
+from midepoch.storage.stores import Entry, Store
 
 COLUMN = "input_ids"
 BLOCK_BYTES = 8 << 20

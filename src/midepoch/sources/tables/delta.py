@@ -25,8 +25,7 @@ from midepoch.sources.formats.table_parquet import SnapshotFile, described
 from midepoch.sources.lake import Files
 from midepoch.sources.table_folders import refusals
 from midepoch.sources.tables.opening import TableFile, scanned_files
-from midepoch.storage.open_files import Entry
-from midepoch.storage.stores import Store
+from midepoch.storage.stores import Entry, Store
 
 Version = int | str | datetime | None
 LOG = "_delta_log"

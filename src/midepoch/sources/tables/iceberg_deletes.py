@@ -20,7 +20,7 @@ from midepoch.errors import CorruptBlockError, DataNotFoundError, FormatError
 from midepoch.sources.formats.table_parquet import converted, find, has_ids, plain
 from midepoch.sources.table_folders import expired
 from midepoch.sources.tables.iceberg import described_fields
-from midepoch.storage.open_files import Entry
+from midepoch.storage.stores import Entry
 
 if TYPE_CHECKING:
     from midepoch.sources.tables.iceberg import IcebergTableAt, ManifestFileEntry

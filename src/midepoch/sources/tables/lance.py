@@ -22,8 +22,7 @@ from midepoch.sources.formats.lines import nulls
 from midepoch.sources.index import for_all
 from midepoch.sources.lake import Files
 from midepoch.sources.table_folders import expired
-from midepoch.storage.open_files import Entry
-from midepoch.storage.stores import Store
+from midepoch.storage.stores import Entry, Store
 
 _MANIFEST = re.compile(r"(\d+)\.manifest")
 _LARGEST = (1 << 64) - 1

@@ -26,8 +26,7 @@ from midepoch.sources.lake import Files, indexed
 from midepoch.sources.table_folders import expired
 from midepoch.storage.addresses import s3_options
 from midepoch.storage.cache_files import default_index_dir
-from midepoch.storage.open_files import Entry
-from midepoch.storage.stores import Store
+from midepoch.storage.stores import Entry, Store
 
 _NAMES = {
     "aws_endpoint_url": "endpoint_override",
