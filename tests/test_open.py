@@ -106,7 +106,7 @@ def test_lost_cache_is_made_again(parquet: Path) -> None:
 
 
 def test_key_covers_what_changes_the_data(tmp_path: Path) -> None:
-    from midepoch.sources.hub import HubRequest as Request
+    from midepoch.sources.splits import HubRequest as Request
 
     requests = [
         Request("parquet"),

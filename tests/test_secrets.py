@@ -36,7 +36,7 @@ import pytest
 import midepoch
 from midepoch import PipelineCheckpoint
 from midepoch.errors import CheckpointMismatchError, MidepochError
-from midepoch.sources.hub import HubRequest
+from midepoch.sources.splits import HubRequest
 from midepoch.storage.stores import Retry
 from midepoch.tools.describe import describe
 from midepoch.tools.plan import plan_resume

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import midepoch
 from data import numbered, scan, write_arrow
 from midepoch.errors import CheckpointMismatchError, FormatError
-from midepoch.sources.arrow_ipc import BatchReader
+from midepoch.sources.formats.arrow_ipc import BatchReader
 
 
 @pytest.mark.parametrize("file_format", [False, True])

@@ -24,7 +24,7 @@ from midepoch.errors import FormatError
 from midepoch.sources import Source
 from midepoch.sources import index as index_module
 from midepoch.sources.formats import Scanned
-from midepoch.sources.formats.ipc import ArrowFormat
+from midepoch.sources.formats.arrow_ipc import ArrowFormat
 from midepoch.sources.formats.records import footer_parts
 from midepoch.sources.index import Index
 from midepoch.sources.lake import open_index

@@ -20,7 +20,7 @@ import pytest
 import midepoch
 from media_files import image, raw, write
 from midepoch.errors import CheckpointMismatchError, DataChangedError, DataNotFoundError, FetchError, FormatError
-from midepoch.sources import media_rows
+from midepoch.sources.formats import media
 from midepoch.testing import assert_resumes_exactly
 from midepoch.transforms import batch as batches
 
@@ -131,7 +131,7 @@ def test_files_are_named_relative_to_the_folder(tmp_path: Path) -> None:
 
 
 def test_images_are_decoded_and_resume_exactly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(media_rows, "BLOCK_FILES", 4)
+    monkeypatch.setattr(media, "BLOCK_FILES", 4)
     root = write(tmp_path / "data", [f"{'ab'[i % 2]}/{i:02}.png" for i in range(22)])
     ds = midepoch.from_files(root)
     assert len(ds.pipeline.source.offsets) == 7
@@ -151,8 +151,8 @@ def test_images_are_decoded_and_resume_exactly(tmp_path: Path, monkeypatch: pyte
 def test_blocks_are_groups_of_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     root = write(tmp_path / "data", [f"{i}.png" for i in range(9)])
     (root / "4.png").write_bytes(b"x" * 1000)
-    monkeypatch.setattr(media_rows, "BLOCK_FILES", 4)
-    monkeypatch.setattr(media_rows, "BLOCK_BYTES", 600)
+    monkeypatch.setattr(media, "BLOCK_FILES", 4)
+    monkeypatch.setattr(media, "BLOCK_BYTES", 600)
     ds = midepoch.from_files(root)
     sizes = [(root / f"{i}.png").stat().st_size for i in range(9)]
     starts = ds.pipeline.source.layout.block_starts.tolist()
@@ -178,7 +178,7 @@ def test_no_file_is_read_for_other_columns(tmp_path: Path) -> None:
 
 
 def test_a_filter_keeps_the_blocks_that_it_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(media_rows, "BLOCK_FILES", 2)
+    monkeypatch.setattr(media, "BLOCK_FILES", 2)
     root = write(tmp_path / "data", LABELLED)
     ds = midepoch.from_files(root, filters=[("label", "in", [1, 3])])
     names = [name for name in sorted(LABELLED) if name.startswith(("a/", "b/"))]

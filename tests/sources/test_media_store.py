@@ -15,7 +15,7 @@ import pytest
 import midepoch
 from media_files import raw, write
 from midepoch.errors import DataChangedError, DataNotFoundError
-from midepoch.sources import media_rows
+from midepoch.sources.formats import media
 from midepoch.storage.stores import Retry
 from midepoch.testing import assert_resumes_exactly
 from proxy import Fault, Proxy, reads
@@ -45,7 +45,7 @@ def opened(proxy: Proxy, bucket: Path) -> Open:
 def test_images_are_those_of_the_local_folder(
     bucket: Path, opened: Open, proxy: Proxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(media_rows, "BLOCK_FILES", 5)
+    monkeypatch.setattr(media, "BLOCK_FILES", 5)
     write(bucket / "photos", NAMES)
     ds = opened("photos")
     assert raw(ds) == raw(midepoch.from_files(bucket / "photos"))

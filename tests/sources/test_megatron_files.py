@@ -13,7 +13,7 @@ import pytest
 
 import midepoch
 from midepoch.errors import CorruptBlockError, DataChangedError, DataNotFoundError, FormatError, MidepochError
-from midepoch.sources.formats import megatron
+from midepoch.sources.formats import tokens as token_formats
 from midepoch.testing import assert_resumes_exactly
 from s3 import Server, storage_options
 from token_files import CODES, random_documents, write_megatron
@@ -21,7 +21,7 @@ from token_files import CODES, random_documents, write_megatron
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(megatron, "BLOCK_BYTES", 200)
+    monkeypatch.setattr(token_formats, "BLOCK_BYTES", 200)
 
 
 def tokens(ds: midepoch.Dataset) -> list[list[float]]:

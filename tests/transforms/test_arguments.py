@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 
 import midepoch
 from midepoch.errors import CheckpointMismatchError
-from midepoch.sources.hub import HubRequest
+from midepoch.sources.splits import HubRequest
 from midepoch.transforms.arguments import arguments_of
 from midepoch.transforms.map import Map
 

@@ -19,12 +19,20 @@ from midepoch.pipeline.spec import PipelineSpec
 from midepoch.sources import Access, CacheSpec, Source
 from midepoch.sources.files import DataFiles, PathLike, check_path, find_files, paths_of, resolved
 from midepoch.sources.filters import Filter, parse_filter
-from midepoch.sources.hub import HubRequest, arrow_files
 from midepoch.sources.index import Index
 from midepoch.sources.lake import Request, open_index, open_lake
 from midepoch.sources.listing import Lookups
 from midepoch.sources.names import check_format, format_of, with_delimiter
-from midepoch.sources.splits import SplitPart, check_splits, expand_all, parse_split, saved_files, saved_splits
+from midepoch.sources.splits import (
+    HubRequest,
+    SplitPart,
+    arrow_files,
+    check_splits,
+    expand_all,
+    parse_split,
+    saved_files,
+    saved_splits,
+)
 from midepoch.storage.address import Address, is_address
 from midepoch.storage.addresses import check_utf8
 from midepoch.storage.cache_files import default_index_dir

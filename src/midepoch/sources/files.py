@@ -13,25 +13,23 @@ from typing import Any
 from midepoch._internal.hints import OPEN_ALREADY, is_array, is_dataset, name_of, opener_of
 from midepoch.errors import DataNotFoundError, FormatError
 from midepoch.sources import manifests
-from midepoch.sources.folders import (
+from midepoch.sources.listing import GLOB, Lookups, all_visible, beginning, nearest, spelled_out, translated
+from midepoch.sources.names import (
+    FORMATS,
     KINDS,
+    OF_TOKENS,
     Expanded,
     Listing,
     choose,
     files_of_repository,
-    is_metadata,
-    listing_of,
-    warn_of_splits,
-)
-from midepoch.sources.listing import GLOB, Lookups, all_visible, beginning, nearest, spelled_out, translated
-from midepoch.sources.names import (
-    FORMATS,
-    OF_TOKENS,
     format_of,
     format_of_bytes,
     formats_of,
+    is_metadata,
+    listing_of,
     not_read,
     other_reader,
+    warn_of_splits,
 )
 from midepoch.sources.table_folders import refuse_tables
 from midepoch.storage.address import refuse_lost_slash

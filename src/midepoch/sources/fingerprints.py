@@ -21,7 +21,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 
-from midepoch.sources.arrow_messages import Message, Read
+from midepoch.sources.formats.arrow_messages import Message, Read
 
 BEGINNING = 256 << 10
 """Size up to which contents are covered completely."""

@@ -108,7 +108,7 @@ class Index:
     format: str
     filter: str = ""
     footers: pa.Array = field(default_factory=partial(packed, ()))
-    """Packed data that is needed to decode the blocks of each file, or each block of ``GROUPED`` formats."""
+    """Packed data that is needed to decode the blocks of each file, or each block of ``KINDS`` formats."""
     row_bytes: float = 0.0
     snapshot: str = ""
     """The snapshot of a table to which the files belong: ``"delta 3"``."""

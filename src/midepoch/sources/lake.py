@@ -29,8 +29,7 @@ from midepoch.sources.dictionaries import holds, holds_dictionary
 from midepoch.sources.files import DataFiles
 from midepoch.sources.filters import Filter, comparable
 from midepoch.sources.fingerprints import SKIPPED
-from midepoch.sources.folders import Listing
-from midepoch.sources.formats import GROUPED, Block, Member, Scanned, format_named
+from midepoch.sources.formats import Block, Member, Scanned, format_named
 from midepoch.sources.formats.base import Values, decoded, partition_expression
 from midepoch.sources.index import (
     MAPPED,
@@ -44,6 +43,7 @@ from midepoch.sources.index import (
     save,
 )
 from midepoch.sources.listing import Lookups
+from midepoch.sources.names import KINDS, Listing
 from midepoch.sources.schemas import difference, nullable_paths, row_bytes, unified, usable
 from midepoch.storage.cache_files import default_index_dir
 from midepoch.storage.damage import DamageError
@@ -279,7 +279,7 @@ def indexed(of: Files, chosen: Filter | None, *, skip_damage: bool, report: Prog
     ends = [-1 if (end := scan.end(i)) is None else end for scan, i in pairs]
     rows = [of_file[i] for of_file, mine in zip(counts, kept, strict=True) for i in mine]
     starts = np.concatenate([[0], np.cumsum(np.array(rows, dtype=np.int64))]).astype(np.int64)
-    if of.format in GROUPED:
+    if of.format in KINDS:
         footers = packed(scan.footers[i] for scan, i in pairs)
     else:
         footers = packed([*(b"" for _ in of.manifests), *(scan.footer for scan in scans)])
@@ -311,7 +311,7 @@ def _scanned(store: Store, form: str, skip_damage: bool, item: Entry | Member) -
 
 
 def _scanned_media(request: Request, found: DataFiles, listing: Listing) -> Scanned:
-    from midepoch.sources.media_rows import scan_media
+    from midepoch.sources.formats.media import scan_media
 
     if request.partitioning is not None:
         raise ValueError(f"partitioning={request.partitioning!r} is for tables, and these are {found.format} files")

@@ -17,8 +17,8 @@ import pyarrow.types as pt
 
 from midepoch._internal.processes import cores
 from midepoch.errors import CorruptBlockError
-from midepoch.sources.arrow_ipc import BatchReader
 from midepoch.sources.dictionaries import holds_dictionary, plain_array, plain_type
+from midepoch.sources.formats.arrow_ipc import BatchReader
 from midepoch.sources.source import Source, in_place, view
 from midepoch.storage.damage import changed, is_damage, refusal, removed, retried
 

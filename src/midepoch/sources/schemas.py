@@ -9,9 +9,9 @@ import pyarrow as pa
 import pyarrow.types as pt
 
 from midepoch.errors import FormatError
-from midepoch.sources.arrow_ipc import nodes
 from midepoch.sources.dictionaries import children, plain_type, undecodable, with_children, without_views
 from midepoch.sources.formats import Scanned
+from midepoch.sources.formats.arrow_ipc import nodes
 from midepoch.sources.formats.base import Values
 from midepoch.sources.formats.lines import widest
 

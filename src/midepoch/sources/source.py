@@ -20,10 +20,11 @@ from midepoch.order import SourceLayout
 from midepoch.order.shuffle import DEFAULT_WINDOW
 from midepoch.sources.filters import Filter
 from midepoch.sources.fingerprints import SKIPPED
-from midepoch.sources.formats import GROUPED, Block, InPlace, format_named
+from midepoch.sources.formats import Block, InPlace, format_named
 from midepoch.sources.formats import CacheSpec as CacheSpec
-from midepoch.sources.formats.base import decoded
+from midepoch.sources.formats.base import Room, decoded
 from midepoch.sources.index import MAPPED, Index, IndexedFile, IndexedFiles
+from midepoch.sources.names import KINDS
 from midepoch.sources.table_folders import expired
 from midepoch.storage.damage import DamageError, is_damage, refusal
 from midepoch.storage.stores import Entry, Store
@@ -111,7 +112,7 @@ class Source:
     @property
     def is_folder(self) -> bool:
         """True if its one file is a folder of media, each of which is a row."""
-        return self.indexes[0].format in GROUPED
+        return self.indexes[0].format in KINDS
 
     @property
     def rows(self) -> int:
@@ -216,7 +217,7 @@ class Source:
         of_file = int(self.file_blocks.searchsorted(number, side="right")) - 1
         file = index.files[of_file]
         entry = Entry(file.path, file.size, file.mtime_ns, file.etag)
-        grouped = index.format in GROUPED
+        grouped = index.format in KINDS
         end = int(index.ends[number])
         block = Block(
             entry,
@@ -296,16 +297,22 @@ def in_place(source: Source) -> InPlace | None:
     return found
 
 
-def view(
-    source: Source, form: InPlace, block: int, files: Callable[[int], pa.Buffer], room: Callable[[int], Any]
-) -> pa.RecordBatch:
+def view(source: Source, form: InPlace, block: int, files: Callable[[int], pa.Buffer], room: Room) -> pa.RecordBatch:
     """Return a block as a view. ``files`` maps a file by its number, and ``room`` returns memory for offsets."""
     index = source.indexes[0]
     number = int(source.file_blocks.searchsorted(block, side="right")) - 1
     file = index.files[number]
     entry = Entry(file.path, file.size, file.mtime_ns)
     where = Block(entry, int(index.offsets[block]), int(index.ends[block]))
-    return form.view(files(number), lambda: files(number - 1), where, index.schema, room)
+    batch = form.view(files(number), lambda: files(number - 1), where, room)
+    if batch.schema.equals(index.schema):
+        return batch
+    own = set(batch.schema.names)  # several files may have other columns and types in common
+    columns = [
+        batch.column(field.name).cast(field.type) if field.name in own else pa.nulls(len(batch), field.type)
+        for field in index.schema
+    ]
+    return pa.RecordBatch.from_arrays(columns, schema=index.schema)
 
 
 def fingerprint_of(source: Source, file: IndexedFile) -> str:

@@ -11,7 +11,7 @@ from importlib import import_module
 from midepoch.sources.formats.base import Block, CacheSpec, Format, InPlace, Member, Scanned
 
 _MODULES = {
-    "arrow": ("ipc", "ArrowFormat"),
+    "arrow": ("arrow_ipc", "ArrowFormat"),
     "parquet": ("parquet", "ParquetFormat"),
     "orc": ("orc", "OrcFormat"),
     "csv": ("csv_lines", "CsvFormat"),
@@ -22,14 +22,12 @@ _MODULES = {
     "image": ("media", "MediaFormat"),
     "audio": ("media", "MediaFormat"),
     "video": ("media", "MediaFormat"),
-    "megatron": ("megatron", "MegatronFormat"),
+    "megatron": ("tokens", "MegatronFormat"),
     "tokens": ("tokens", "TokensFormat"),
     "tar": ("tar_shards", "TarFormat"),
     "table": ("table_parquet", "TableFormat"),
     "lance": ("lance_rows", "LanceFormat"),
 }
-GROUPED = ("image", "audio", "video")
-"""Formats whose rows are files: an index has one entry for all of them, and a footer for each block."""
 
 
 @lru_cache(maxsize=64)
@@ -41,4 +39,4 @@ def format_named(name: str) -> Format:
     return format_
 
 
-__all__ = ["GROUPED", "Block", "CacheSpec", "Format", "InPlace", "Member", "Scanned", "format_named"]
+__all__ = ["Block", "CacheSpec", "Format", "InPlace", "Member", "Scanned", "format_named"]

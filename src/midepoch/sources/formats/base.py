@@ -48,7 +48,7 @@ class Scanned:
     damage: DataError | None = None
     """The reason why the file is left out, with all of its rows."""
     footers: list[bytes] = field(default_factory=list)
-    """One for each block, instead of ``footer``, for formats of ``GROUPED``."""
+    """One for each block, instead of ``footer``, for formats of ``KINDS``."""
 
     def end(self, i: int) -> int | None:
         """Return the start of the block after block i, or ``stop`` for the last one."""
@@ -137,22 +137,18 @@ class FileContents(NamedTuple):
         return FileContents(lambda size, at: file.slice(at, min(size, file.size - at)), file.size)
 
 
+Room = Callable[[int], Any]
+"""Function that returns memory for a number of bytes, as an array."""
+
+
 @runtime_checkable
 class InPlace(Protocol):
     """A format whose blocks can be views of mapped files."""
 
-    def view(
-        self,
-        file: pa.Buffer,
-        beside: Callable[[], pa.Buffer],
-        block: Block,
-        schema: pa.Schema,
-        room: Callable[[int], Any],
-    ) -> pa.RecordBatch:
+    def view(self, file: pa.Buffer, beside: Callable[[], pa.Buffer], block: Block, room: Room) -> pa.RecordBatch:
         """Return a block of a mapped file. Raise ValueError or ``pa.ArrowException`` if it is damaged.
 
-        ``beside`` maps the entry before the file. ``room`` returns memory for a number of bytes, as an array, for what
-        the file does not contain.
+        ``beside`` maps the entry before the file. ``room`` is for what the file does not contain.
         """
         ...
 

@@ -1,4 +1,7 @@
-"""Search for the record batches of an Arrow IPC file (stream or file format) without reading their bodies.
+"""Arrow IPC files (stream or file format): the search for their record batches without reading the bodies.
+
+The blocks of files that cannot be mapped in place are decoded here, too: of files in a store, or with columns that
+other files of the set lack.
 
 pyarrow reads such files but does not report the offset or the rows of a batch before it reads it. The header of each
 message contains both, so that the search costs one small read per record batch. A file has a footer that lists its
@@ -12,13 +15,16 @@ import logging
 import struct
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pyarrow as pa
 
 from midepoch.errors import FormatError
-from midepoch.sources.arrow_messages import (
+from midepoch.sources.dictionaries import plain_array
+from midepoch.sources.fingerprints import sample, sample_bodies, sample_buffers
+from midepoch.sources.formats.arrow_messages import (
     CONTINUATION,
     DAMAGE,
     DICTIONARY,
@@ -36,9 +42,9 @@ from midepoch.sources.arrow_messages import (
     read_footer,
     whole_message,
 )
-from midepoch.sources.fingerprints import sample, sample_bodies, sample_buffers
-from midepoch.sources.formats.base import Chains, Scanned
+from midepoch.sources.formats.base import Block, Chains, Format, Scanned, table_of
 from midepoch.storage.damage import DamageError, unreadable
+from midepoch.storage.stores import Entry, Store
 
 _log = logging.getLogger("midepoch")
 _FEATHER_V1 = b"FEA1"
@@ -355,3 +361,19 @@ class _Feed:
 
     def close(self) -> None:
         """Do nothing: no file is open."""
+
+
+class ArrowFormat(Format):
+    """Format whose blocks are record batches. All columns of a block are fetched."""
+
+    def scan(self, store: Store, entry: Entry, *, skip_damage: bool) -> Scanned:
+        with store.open(entry) as file:
+            found = walk(store.name(entry.path), file.read_at, file.size, skip_damage=skip_damage)
+            return replace(found, etag=file.etag)
+
+    def decode(self, store: Store, block: Block, schema: pa.Schema, columns: Sequence[str]) -> pa.Table:
+        with store.open(block.entry) as file:
+            batch = BatchReader(file.read_at, file.size).read(block.offset, block.end, block.dictionaries)
+        available = set(batch.schema.names)
+        present = [name for name in columns if name in available]
+        return table_of(present, [plain_array(batch.column(name)) for name in present], batch.num_rows)
