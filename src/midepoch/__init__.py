@@ -42,9 +42,8 @@ if TYPE_CHECKING:
         WorldError,
     )
     from midepoch.loader import Lease, Loader
-    from midepoch.memory.generated import from_generator
+    from midepoch.memory.generated import from_generator, from_map_style
     from midepoch.memory.hf import from_hf
-    from midepoch.memory.map_style import from_map_style
     from midepoch.memory.tables import from_arrow, from_dict, from_list, from_pandas
     from midepoch.open.files import from_files, load_dataset, load_from_disk
     from midepoch.open.tables import from_delta, from_iceberg, from_lance
@@ -74,7 +73,7 @@ _WHERE = {
     "from_iceberg": "midepoch.open.tables",
     "from_lance": "midepoch.open.tables",
     "from_list": "midepoch.memory.tables",
-    "from_map_style": "midepoch.memory.map_style",
+    "from_map_style": "midepoch.memory.generated",
     "from_megatron": "midepoch.open.tokens",
     "from_pandas": "midepoch.memory.tables",
     "from_tokens": "midepoch.open.tokens",

@@ -23,7 +23,7 @@ import midepoch
 from data import numbered
 from forks import forked
 from midepoch.dataset import parts
-from midepoch.memory import stored, tables
+from midepoch.memory import tables
 from midepoch.testing import assert_resumes_exactly
 
 UTC = datetime.timezone.utc
@@ -294,7 +294,7 @@ def test_rows_that_nobody_has_opened_for_long_are_removed(tmp_path: Path) -> Non
     for value in (1, 2):
         make(value)
     folders = {path.parent for path in files(tmp_path)}
-    long_ago = time.time() - stored.KEPT_SECONDS - 60
+    long_ago = time.time() - tables.KEPT_SECONDS - 60
     for folder in folders:
         os.utime(folder / "complete.json", (long_ago, long_ago))
     gc.collect()

@@ -20,9 +20,8 @@ from hypothesis import strategies as st
 import midepoch
 import native
 from data import write_arrow
-from midepoch.read import memory as memory_module
-from midepoch.read.columns import gatherer
-from midepoch.read.memory import HeldBuffers, Memory, _Group, grouped
+from midepoch.read import columns as memory_module
+from midepoch.read.columns import HeldBuffers, Memory, _Group, gatherer, grouped
 
 TYPES = (pa.string(), pa.large_string(), pa.binary(), pa.large_binary())
 BASES = (4096, 1 << 46, (1 << 47) - 4096, (1 << 48) - (1 << 20), 1 << 52, 1 << 56, (1 << 57) - 4096)

@@ -100,7 +100,7 @@ def test_an_index_is_reused_without_reading_the_log(written: Table, monkeypatch:
     expected = ids(written.open())
     monkeypatch.setattr(delta, "_open", None)
     monkeypatch.setattr(iceberg, "_read_manifest", None)
-    monkeypatch.setattr("midepoch.sources.tables.lance.lance_table", None)
+    monkeypatch.setattr("midepoch.sources.tables.lance.LanceTableAt.scan", None)
     assert ids(written.open()) == expected
 
 

@@ -13,7 +13,7 @@ import pytest
 import midepoch
 from midepoch.errors import FormatError
 from midepoch.sources.formats import tar_shards
-from midepoch.sources.listing import spelled_out
+from midepoch.sources.names import spelled_out
 from tar_files import samples, write_random, write_tar
 
 wds = pytest.importorskip("webdataset")

@@ -17,8 +17,7 @@ from midepoch._internal.progress import shown
 from midepoch.dataset import Dataset, habits
 from midepoch.dataset.rows import with_selection
 from midepoch.errors import DataNotFoundError, DifferentSchemasError, MidepochError
-from midepoch.memory.stored import dataset_of
-from midepoch.memory.tables import table_dataset
+from midepoch.memory.tables import dataset_of, table_dataset
 from midepoch.order import Selection
 from midepoch.sources import Source
 from midepoch.sources.index import Index

@@ -18,7 +18,7 @@ import pyarrow as pa
 
 from midepoch.errors import CorruptBlockError, DataChangedError
 from midepoch.read.cache import bytes_of
-from midepoch.read.memory import HeldBuffers, Memory
+from midepoch.read.columns import HeldBuffers, Memory
 from midepoch.sources import Source
 from midepoch.sources.dictionaries import holds_dictionary, plain_array
 from midepoch.sources.dictionaries import plain_schema as plain_schema

@@ -19,7 +19,7 @@ from midepoch._internal.processes import cores, join
 from midepoch._internal.progress import Timings
 from midepoch.order.epoch import BlockUses
 from midepoch.read.cache import BlockCache, MemoryShelf, bytes_of
-from midepoch.read.memory import HeldBuffers, Memory
+from midepoch.read.columns import HeldBuffers, Memory
 from midepoch.sources import Source
 
 Int64Array = npt.NDArray[np.int64]

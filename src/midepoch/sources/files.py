@@ -13,9 +13,10 @@ from typing import Any
 from midepoch._internal.hints import OPEN_ALREADY, is_array, is_dataset, name_of, opener_of
 from midepoch.errors import DataNotFoundError, FormatError
 from midepoch.sources import manifests
-from midepoch.sources.listing import GLOB, Lookups, all_visible, beginning, nearest, spelled_out, translated
+from midepoch.sources.listing import Lookups, all_visible, beginning, nearest, refuse_tables
 from midepoch.sources.names import (
     FORMATS,
+    GLOB,
     KINDS,
     OF_TOKENS,
     Expanded,
@@ -29,9 +30,10 @@ from midepoch.sources.names import (
     listing_of,
     not_read,
     other_reader,
+    spelled_out,
+    translated,
     warn_of_splits,
 )
-from midepoch.sources.table_folders import refuse_tables
 from midepoch.storage.address import refuse_lost_slash
 from midepoch.storage.addresses import check_utf8, resolve
 from midepoch.storage.hub_files import HubFiles

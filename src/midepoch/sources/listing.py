@@ -1,4 +1,6 @@
-"""Lookups of files in local folders and in stores, their visible files, and braces in paths, as in a shell."""
+"""Lookups of files in local folders and in stores, their visible files, and folders whose files must not be read one by
+one: tables with logs, Zarr stores, TensorFlow datasets.
+"""
 
 from __future__ import annotations
 
@@ -9,101 +11,14 @@ import re
 import stat
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from itertools import product, repeat
+from itertools import repeat
 
 import pyarrow.fs as fs
 
 from midepoch._internal.version import __version__
-from midepoch.sources.table_folders import refuse_part
+from midepoch.errors import FormatError
+from midepoch.sources.names import GLOB
 from midepoch.storage.stores import Entry, Store
-
-_RANGE = re.compile(r"(-?\d+)\.\.(-?\d+)(?:\.\.(-?\d+))?")
-_LETTERS = re.compile(r"([A-Za-z])\.\.([A-Za-z])(?:\.\.(-?\d+))?")
-_MOST = 10_000_000
-
-
-def spelled_out(path: str, folder: str = "") -> list[str] | None:
-    """Return all paths that the braces stand for, in order. None if there are none: ``{x}`` is an ordinary name.
-
-    ``folder``: the beginning of the path, in which braces are part of the names.
-    """
-    pieces = [[folder], *_pieces(path[len(folder) :])]
-    count = 1
-    for alternatives in pieces:
-        count *= len(alternatives)
-    if count > _MOST:
-        raise ValueError(f"{path!r} expands to {count:,} paths. Check the numbers in its braces.")
-    paths = list(map("".join, product(*pieces)))
-    return None if paths == [path] else paths
-
-
-def _pieces(path: str) -> list[list[str]]:
-    """Return the alternatives for each part of a path, in order."""
-    pieces: list[list[str]] = []
-    at = 0
-    while at < len(path):
-        start = path.find("{", at)
-        stop = _closing(path, start) if start >= 0 else -1
-        if stop < 0:
-            end = len(path) if start < 0 else start + 1
-            pieces.append([path[at:end]])
-            at = end
-            continue
-        if start > at:
-            pieces.append([path[at:start]])
-        pieces.append(_alternatives(path[start + 1 : stop]))
-        at = stop + 1
-    return pieces
-
-
-def _closing(path: str, start: int) -> int:
-    """Return the position of the brace that closes the one at ``start``, or -1."""
-    depth = 0
-    for position in range(start, len(path)):
-        depth += {"{": 1, "}": -1}.get(path[position], 0)
-        if not depth:
-            return position
-    return -1
-
-
-def _alternatives(inner: str) -> list[str]:
-    if match := _RANGE.fullmatch(inner):
-        first, last, step = match[1], match[2], int(match[3] or 1)
-        is_padded = any(re.match(r"-?0\d", number) for number in (first, last))
-        width = max(len(first), len(last)) if is_padded else 0
-        return [f"{number:0{width}d}" for number in _numbers(int(first), int(last), step)]
-    if match := _LETTERS.fullmatch(inner):
-        return [chr(number) for number in _numbers(ord(match[1]), ord(match[2]), int(match[3] or 1))]
-    parts = _parts(inner)
-    if len(parts) == 1:  # no list: the braces are part of the name, but there may be others inside
-        return [f"{{{each}}}" for each in _all(inner)]
-    return [each for part in parts for each in _all(part)]
-
-
-def _numbers(first: int, last: int, step: int) -> range:
-    step = max(1, abs(step))
-    if abs(last - first) // step >= _MOST:
-        raise ValueError(f"{{{first}..{last}}} expands to {abs(last - first) + 1:,} numbers. Check the path.")
-    return range(first, last + 1, step) if first <= last else range(first, last - 1, -step)
-
-
-def _all(text: str) -> list[str]:
-    return list(map("".join, product(*_pieces(text))))
-
-
-def _parts(inner: str) -> list[str]:
-    """Return the parts between the commas outside of inner braces."""
-    parts, depth = [""], 0
-    for sign in inner:
-        depth += {"{": 1, "}": -1}.get(sign, 0)
-        if sign == "," and not depth:
-            parts.append("")
-        else:
-            parts[-1] += sign
-    return parts
-
-
-GLOB = re.compile(r"[*?\[]")
 
 
 def nearest(store: Store, path: str) -> str:
@@ -198,7 +113,7 @@ class Lookups:
 
     def refuse_part(self, folder: str) -> None:
         """Raise FormatError for a folder inside of a table."""
-        refuse_part(self.store, folder)
+        _refuse_part(self.store, folder)
         self._record("part", folder)
 
     def existing(self, path: str) -> str:
@@ -320,12 +235,98 @@ def beginning(store: Store, entry: Entry, size: int | None = None) -> bytes:
     return store.persist(entry.path, "read", read)
 
 
-def translated(pattern: str) -> str:
-    """Return a glob as a regular expression: ``**`` crosses folders, ``*`` and ``?`` do not."""
-    parts = re.split(r"(\*\*/|\*\*|\*|\?|\[[^\]]+\])", pattern)
-    wildcards = {"**/": "(?:.*/)?", "**": ".*", "*": "[^/]*", "?": "[^/]"}
-    return "".join(
-        wildcards.get(part)
-        or (part.replace("[!", "[^") if part.startswith("[") and part.endswith("]") else re.escape(part))
-        for part in parts
+_MARKS = (
+    ("/_delta_log/", re.compile(r"(.*?)/_delta_log/\d{20}\..*"), "Delta table", "from_delta"),
+    (".manifest", re.compile(r"(.*?)/_versions/\d+\.manifest"), "Lance table", "from_lance"),
+    (
+        ".metadata.json",
+        re.compile(r"(.*?)/metadata/(?:v\d+|\d+-[0-9a-fA-F-]{36})(?:\.gz)?\.metadata\.json(?:\.gz)?"),
+        "Iceberg table",
+        "from_iceberg",
+    ),
+)
+_SHARDS = re.compile(r"(.*?)/[^/]+\.(?:tfrecord|array_record)-\d{5}-of-\d{5}")
+_OTHERS = (
+    (
+        re.compile(r"(.*?)/(?:zarr\.json|\.zarray|\.zgroup)"),
+        "a Zarr store",
+        "Open its arrays with zarr, and pass them to midepoch.from_map_style",
+    ),
+    (re.compile(r"(.*?)/\.hoodie/hoodie\.properties"), "a Hudi table", "Write a snapshot of it as Parquet files"),
+    (
+        _SHARDS,
+        "a TensorFlow dataset",
+        "Open it with tfds.data_source, and pass that to midepoch.from_map_style",
+    ),
+)
+"""Formats that cannot be read, in folders with files (JSON, Parquet) that can be, but are not the data."""
+_SIGNS = re.compile(r"/zarr\.json$|/\.z(?:array|group)$|/\.hoodie/|-of-\d{5}$", re.MULTILINE)
+_VERSION = re.compile(r"\d{20}\.")
+
+
+def refuse_tables(store: Store, folder: str, paths: Sequence[str], chosen: Sequence[str] | None = None) -> None:
+    """Raise FormatError if a folder is a table or contains one: its files may hold deleted rows. So do Hudi tables; the
+    JSON files of Zarr stores and TensorFlow datasets only describe the data.
+
+    ``chosen``: the paths that match a glob. Other formats are refused only if some of these are in their folders.
+    """
+    names = "\n".join(paths)
+    for text, pattern, noun, function in _MARKS:
+        if text not in names:
+            continue
+        matches = {path: match[1] for path in paths if text in path and (match := pattern.fullmatch(path)) is not None}
+        if matches:
+            marks = [path for path, root in matches.items() if root == min(matches.values())]
+            root = matches[marks[0]]
+            article = "an" if noun.startswith("I") else "a"
+            which = f"is {article}" if root == folder.rstrip("/") else f"contains {store.name(root)}, {article}"
+            opened = store.name(max(marks) if noun.startswith("I") else root)
+            raise _refusal(f"{store.name(folder)} {which} {noun}", function, opened)
+    for pattern, noun, remedy in _OTHERS if _SIGNS.search(names) else ():
+        roots = {match[1] for path in paths if (match := pattern.fullmatch(path)) is not None}
+        if pattern is _SHARDS:  # without such files, nothing would be read
+            roots &= {path.rpartition("/")[0] for path in paths if path.endswith(".json")}
+        if chosen is not None:
+            roots &= {path[: slash.start()] for path in chosen for slash in re.finditer("/", path)}
+        if roots:
+            root = min(roots)
+            which = "is" if root == folder.rstrip("/") else f"contains {store.name(root)},"
+            raise FormatError(
+                f"{store.name(folder)} {which} {noun}, which cannot be read in place. {remedy}, or list the files one "
+                "by one to read them as they are."
+            )
+
+
+def _refusal(what: str, function: str, opened: str) -> FormatError:
+    return FormatError(
+        f"{what}. Its files contain rows that were deleted or replaced. Use midepoch.{function}({opened!r}), or list "
+        "the files one by one to read all of them."
     )
+
+
+def _refuse_part(store: Store, folder: str) -> None:
+    """Raise FormatError for a folder inside of a table. In a store, where it is a request, only of partitions."""
+    *above, name = folder.split("/")
+    if store.local:
+        roots = ["/".join(above[:i]) for i in range(len(above), 1, -1)]
+        for root in roots:
+            if _has_log(f"{root}/_delta_log"):
+                raise _refusal(f"{folder} is part of the Delta table {root}", "from_delta", root)
+            metadata = f"{root}/metadata"
+            if f"{folder}/".startswith(f"{root}/data/") and os.path.isdir(metadata):
+                refuse_tables(store, root, [f"{metadata}/{each}" for each in os.listdir(metadata)])
+    elif "=" in name:
+        while above and "=" in above[-1]:
+            above.pop()
+        root = "/".join(above)
+        if store.is_folder(f"{root}/_delta_log"):
+            raise _refusal(f"{store.name(folder)} is part of a Delta table", "from_delta", store.name(root))
+
+
+def _has_log(folder: str) -> bool:
+    """Return True for a local folder with versions of a Delta table. An empty one is what a failed write leaves."""
+    try:
+        with os.scandir(folder) as entries:
+            return any(_VERSION.match(entry.name) for entry in entries)
+    except (FileNotFoundError, NotADirectoryError):
+        return False

@@ -1,8 +1,8 @@
-"""Names of files and folders: the format that a name indicates, the calls that read other kinds of files, splits, and
-folders of images, sounds and videos.
+"""Names of files and folders: the formats, splits and media that they indicate, the calls that read other kinds of
+files, and globs and braces in paths, as in a shell.
 
-Each file of such a folder is a row. Millions of files cannot be entries of their own: the index has one entry for all
-of them, whose modification time is a digest of the listing.
+Each file of a folder of images, sounds or videos is a row. Millions of files cannot be entries of their own: the index
+has one entry for all of them, whose modification time is a digest of the listing.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from operator import itemgetter
 from typing import NamedTuple
 
@@ -341,3 +342,107 @@ def other_reader(paths: list[str]) -> str:
     suffixes = {os.path.splitext(path)[1].lower() for path in paths}
     reader = next((call for suffix, call in _TOKEN_READERS.items() if suffix in suffixes), None)
     return "" if reader is None else f" For tokens, use {reader}."
+
+
+_RANGE = re.compile(r"(-?\d+)\.\.(-?\d+)(?:\.\.(-?\d+))?")
+
+
+_LETTERS = re.compile(r"([A-Za-z])\.\.([A-Za-z])(?:\.\.(-?\d+))?")
+
+
+_MOST = 10_000_000
+
+
+def spelled_out(path: str, folder: str = "") -> list[str] | None:
+    """Return all paths that the braces stand for, in order. None if there are none: ``{x}`` is an ordinary name.
+
+    ``folder``: the beginning of the path, in which braces are part of the names.
+    """
+    pieces = [[folder], *_pieces(path[len(folder) :])]
+    count = 1
+    for alternatives in pieces:
+        count *= len(alternatives)
+    if count > _MOST:
+        raise ValueError(f"{path!r} expands to {count:,} paths. Check the numbers in its braces.")
+    paths = list(map("".join, product(*pieces)))
+    return None if paths == [path] else paths
+
+
+def _pieces(path: str) -> list[list[str]]:
+    """Return the alternatives for each part of a path, in order."""
+    pieces: list[list[str]] = []
+    at = 0
+    while at < len(path):
+        start = path.find("{", at)
+        stop = _closing(path, start) if start >= 0 else -1
+        if stop < 0:
+            end = len(path) if start < 0 else start + 1
+            pieces.append([path[at:end]])
+            at = end
+            continue
+        if start > at:
+            pieces.append([path[at:start]])
+        pieces.append(_alternatives(path[start + 1 : stop]))
+        at = stop + 1
+    return pieces
+
+
+def _closing(path: str, start: int) -> int:
+    """Return the position of the brace that closes the one at ``start``, or -1."""
+    depth = 0
+    for position in range(start, len(path)):
+        depth += {"{": 1, "}": -1}.get(path[position], 0)
+        if not depth:
+            return position
+    return -1
+
+
+def _alternatives(inner: str) -> list[str]:
+    if match := _RANGE.fullmatch(inner):
+        first, last, step = match[1], match[2], int(match[3] or 1)
+        is_padded = any(re.match(r"-?0\d", number) for number in (first, last))
+        width = max(len(first), len(last)) if is_padded else 0
+        return [f"{number:0{width}d}" for number in _numbers(int(first), int(last), step)]
+    if match := _LETTERS.fullmatch(inner):
+        return [chr(number) for number in _numbers(ord(match[1]), ord(match[2]), int(match[3] or 1))]
+    parts = _parts(inner)
+    if len(parts) == 1:  # no list: the braces are part of the name, but there may be others inside
+        return [f"{{{each}}}" for each in _all(inner)]
+    return [each for part in parts for each in _all(part)]
+
+
+def _numbers(first: int, last: int, step: int) -> range:
+    step = max(1, abs(step))
+    if abs(last - first) // step >= _MOST:
+        raise ValueError(f"{{{first}..{last}}} expands to {abs(last - first) + 1:,} numbers. Check the path.")
+    return range(first, last + 1, step) if first <= last else range(first, last - 1, -step)
+
+
+def _all(text: str) -> list[str]:
+    return list(map("".join, product(*_pieces(text))))
+
+
+def _parts(inner: str) -> list[str]:
+    """Return the parts between the commas outside of inner braces."""
+    parts, depth = [""], 0
+    for sign in inner:
+        depth += {"{": 1, "}": -1}.get(sign, 0)
+        if sign == "," and not depth:
+            parts.append("")
+        else:
+            parts[-1] += sign
+    return parts
+
+
+GLOB = re.compile(r"[*?\[]")
+
+
+def translated(pattern: str) -> str:
+    """Return a glob as a regular expression: ``**`` crosses folders, ``*`` and ``?`` do not."""
+    parts = re.split(r"(\*\*/|\*\*|\*|\?|\[[^\]]+\])", pattern)
+    wildcards = {"**/": "(?:.*/)?", "**": ".*", "*": "[^/]*", "?": "[^/]"}
+    return "".join(
+        wildcards.get(part)
+        or (part.replace("[!", "[^") if part.startswith("[") and part.endswith("]") else re.escape(part))
+        for part in parts
+    )

@@ -25,8 +25,7 @@ from midepoch.sources.formats import CacheSpec as CacheSpec
 from midepoch.sources.formats.base import Room, decoded
 from midepoch.sources.index import MAPPED, Index, IndexedFile, IndexedFiles
 from midepoch.sources.names import KINDS
-from midepoch.sources.table_folders import expired
-from midepoch.storage.damage import DamageError, is_damage, refusal
+from midepoch.storage.damage import DamageError, expired, is_damage, refusal
 from midepoch.storage.stores import Entry, Store
 
 _PLAIN_FEATURES = {

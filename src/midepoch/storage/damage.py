@@ -11,7 +11,8 @@ import math
 import os
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import TypeVar
 
 import pyarrow as pa
@@ -168,3 +169,28 @@ def retry_after(problem: BaseException) -> float | None:
         return problem.retry_after
     headers = getattr(problem, "headers", None) or getattr(getattr(problem, "response", None), "headers", None)
     return requested_wait(headers) if isinstance(headers, Mapping) else None
+
+
+@contextmanager
+def refusals(clean: Callable[[str], str], failure: Callable[[BaseException, str], MidepochError]) -> Iterator[None]:
+    """Convert errors of a library that reads tables to those of this package. ``failure`` returns the error for one of
+    the library, and its text without credentials, which ``clean`` removes.
+    """
+    try:
+        yield
+        return
+    except MidepochError:
+        raise
+    except BaseException as problem:
+        if not isinstance(problem, Exception) and type(problem).__name__ != "PanicException":  # of lance
+            raise
+        converted = failure(problem, clean(str(problem)))
+    raise converted from None  # outside of the handler: a chained error would be shown with its credentials
+
+
+def expired(name: str) -> DataNotFoundError:
+    """Return the error for a file of a snapshot that no longer exists."""
+    return DataNotFoundError(
+        f"{name} does not exist. A snapshot of a table needs it: a cleanup of the table (VACUUM, expire_snapshots) has "
+        "removed it, or the table was not copied completely. Open a newer version, or restore the file."
+    )

@@ -11,22 +11,22 @@ from importlib import import_module
 from midepoch.sources.formats.base import Block, CacheSpec, Format, InPlace, Member, Scanned
 
 _MODULES = {
-    "arrow": ("arrow_ipc", "ArrowFormat"),
-    "parquet": ("parquet", "ParquetFormat"),
-    "orc": ("orc", "OrcFormat"),
-    "csv": ("csv_lines", "CsvFormat"),
-    "jsonl": ("json_lines", "JsonFormat"),
-    "mds": ("mds", "MdsFormat"),
-    "litdata": ("litdata", "LitDataFormat"),
-    "text": ("csv_lines", "TextFormat"),
-    "image": ("media", "MediaFormat"),
-    "audio": ("media", "MediaFormat"),
-    "video": ("media", "MediaFormat"),
-    "megatron": ("tokens", "MegatronFormat"),
-    "tokens": ("tokens", "TokensFormat"),
-    "tar": ("tar_shards", "TarFormat"),
-    "table": ("table_parquet", "TableFormat"),
-    "lance": ("lance_rows", "LanceFormat"),
+    "arrow": ("formats.arrow_ipc", "ArrowFormat"),
+    "parquet": ("formats.parquet", "ParquetFormat"),
+    "orc": ("formats.orc", "OrcFormat"),
+    "csv": ("formats.text", "CsvFormat"),
+    "jsonl": ("formats.text", "JsonFormat"),
+    "mds": ("formats.mds", "MdsFormat"),
+    "litdata": ("formats.litdata", "LitDataFormat"),
+    "text": ("formats.text", "TextFormat"),
+    "image": ("formats.media", "MediaFormat"),
+    "audio": ("formats.media", "MediaFormat"),
+    "video": ("formats.media", "MediaFormat"),
+    "megatron": ("formats.tokens", "MegatronFormat"),
+    "tokens": ("formats.tokens", "TokensFormat"),
+    "tar": ("formats.tar_shards", "TarFormat"),
+    "table": ("formats.table_parquet", "TableFormat"),
+    "lance": ("tables.lance", "LanceFormat"),
 }
 
 
@@ -35,7 +35,7 @@ def format_named(name: str) -> Format:
     """Return the format with a name of ``files.FORMATS``. Arguments follow after colons: ``tokens:uint16:1024``."""
     stem, *arguments = name.split(":")
     module, class_name = _MODULES[stem]
-    format_: Format = getattr(import_module(f"{__name__}.{module}"), class_name)(*arguments)
+    format_: Format = getattr(import_module(f"midepoch.sources.{module}"), class_name)(*arguments)
     return format_
 
 

@@ -23,8 +23,8 @@ from midepoch._internal.progress import Progress
 from midepoch.errors import DataNotFoundError, FetchError, FormatError, MidepochError
 from midepoch.sources.formats.table_parquet import SnapshotFile, described
 from midepoch.sources.lake import Files
-from midepoch.sources.table_folders import refusals
 from midepoch.sources.tables.opening import TableFile, scanned_files
+from midepoch.storage.damage import refusals
 from midepoch.storage.stores import Entry, Store
 
 Version = int | str | datetime | None

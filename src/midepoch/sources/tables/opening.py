@@ -19,13 +19,13 @@ from midepoch.errors import DataNotFoundError
 from midepoch.sources.dictionaries import has_large_text
 from midepoch.sources.filters import Filter
 from midepoch.sources.formats import Scanned
-from midepoch.sources.formats.lance_rows import reader_options
 from midepoch.sources.formats.table_parquet import SnapshotFile, TableFormat, plain
 from midepoch.sources.index import Index, for_all, read_or_build
 from midepoch.sources.lake import Files, indexed
-from midepoch.sources.table_folders import expired
+from midepoch.sources.tables.lance import reader_options
 from midepoch.storage.addresses import s3_options
 from midepoch.storage.cache_files import default_index_dir
+from midepoch.storage.damage import expired
 from midepoch.storage.stores import Entry, Store
 
 _NAMES = {
