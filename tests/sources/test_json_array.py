@@ -18,7 +18,7 @@ import pytest
 import midepoch
 from midepoch.errors import FormatError
 from midepoch.sources.formats import lines
-from midepoch.sources.formats.cutting import elements
+from midepoch.sources.formats.lines import elements
 from midepoch.testing import assert_resumes_exactly
 from pairs import covering
 

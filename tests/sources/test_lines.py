@@ -24,7 +24,7 @@ import midepoch
 from forks import forked
 from midepoch.errors import FormatError
 from midepoch.sources.formats import compressed, lines
-from midepoch.sources.formats.cutting import is_closed, row_ends
+from midepoch.sources.formats.lines import is_closed, row_ends
 from midepoch.testing import assert_resumes_exactly
 
 ROWS = 60

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from midepoch.storage.address import Address, Secrets, is_secret, redacted
+from midepoch.storage.addresses import s3_options
 
 
 @given(st.sampled_from(["s3", "https", "ftp", "gs"]), st.text(min_size=1), st.text())
@@ -98,6 +99,17 @@ def test_credentials_are_known_by_their_shape_and_by_the_environment(monkeypatch
 def test_the_values_of_public_options_stay() -> None:
     secrets = Secrets.of({"region": "eu-central-1", "endpoint_override": "http://me:SECRET@host", "key": "SECRET2"})
     assert secrets.clean("eu-central-1 SECRET2 at http://host as SECRET") == "eu-central-1 *** at http://host as ***"
+
+
+def test_options_under_names_of_other_libraries_are_those_of_pyarrow() -> None:
+    """Those that are no credentials stay in messages."""
+    given = {"aws_endpoint_url": "http://host:90", "aws_default_region": "eu-central-1", "aws_skip_signature": "true"}
+    found = s3_options({**given, "access_key_id": "KEYNAME", "secret_access_key": "SECRET"})
+    assert (found["endpoint_override"], found["scheme"], found["region"]) == ("host:90", "http", "eu-central-1")
+    assert (found["access_key"], found["secret_key"], found["anonymous"]) == ("KEYNAME", "SECRET", True)
+    assert s3_options({"anonymous": "false"})["anonymous"] is False
+    text = "http://host:90 in eu-central-1: true"
+    assert Secrets.of({**given, "secret_access_key": "SECRET"}).clean(f"{text} SECRET") == f"{text} ***"
 
 
 def test_an_argument_is_secret_by_its_name() -> None:

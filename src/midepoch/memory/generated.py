@@ -25,9 +25,9 @@ from midepoch.dataset.parts import PartWriter
 from midepoch.dataset.steps import names_of
 from midepoch.errors import DataNotFoundError, MapError, MidepochError
 from midepoch.memory.tables import Schema, dataset_of, folder_for, rows_table, stored, types_of, with_types
+from midepoch.transforms.encode import ItemMap, Items
 from midepoch.transforms.formats import ITEMS, own_copy
 from midepoch.transforms.generators import Generators, Seeds
-from midepoch.transforms.encode import ItemMap, Items
 
 _VERSION = 1
 

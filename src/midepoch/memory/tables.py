@@ -30,7 +30,7 @@ from midepoch.order import Order, Selection
 from midepoch.pipeline.leaf import Leaf
 from midepoch.pipeline.spec import PipelineSpec
 from midepoch.sources import Source
-from midepoch.sources.dictionaries import plain_array, plain_schema, taken, without_views
+from midepoch.sources.schemas import plain_array, plain_schema, taken, without_views
 from midepoch.storage.cache_files import LockFile, default_index_dir, make_private, sweep, temporary_path
 from midepoch.transforms.arrow_values import plain_values
 from midepoch.transforms.columns import types_by_name

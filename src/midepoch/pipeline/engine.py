@@ -21,7 +21,7 @@ from midepoch.pipeline.leaf import Leaf
 from midepoch.read import MIN_RUN, Reader, ReadRows
 from midepoch.read.columns import Located, is_plain
 from midepoch.read.fetched import threads_here
-from midepoch.sources.dictionaries import taken
+from midepoch.sources.schemas import taken
 from midepoch.transforms import (
     Batch,
     Decode,

@@ -13,7 +13,7 @@ import numpy as np
 import pyarrow as pa
 
 from midepoch.errors import ColumnError
-from midepoch.sources.dictionaries import taken
+from midepoch.sources.schemas import taken
 
 if TYPE_CHECKING:
     import pyarrow.compute as pc

@@ -28,8 +28,8 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from midepoch.errors import FormatError
-from midepoch.sources.formats.base import Chains, Values
-from midepoch.storage.cache_files import atomic_write, locked
+from midepoch.sources.formats import Chains, Values
+from midepoch.storage.cache_files import CacheSlot, atomic_write, read_or_make
 from midepoch.storage.stores import Entry
 
 T = TypeVar("T")
@@ -188,15 +188,11 @@ def read_or_build(
         index = read_index(path)
         return index if index is not None and is_fresh(index) else None
 
-    if not force and (index := read()) is not None:
-        return index
-    with locked(path, "the index") as place:
-        if not force and (index := read()) is not None:  # another process has built it
-            return index
+    def make(slot: CacheSlot) -> Index:
         built = build()
-        if not place.keep(lambda: save(built, path)):
-            return built
-    return read() or built
+        return (read() if slot.keep(lambda: save(built, path)) else None) or built
+
+    return read_or_make(path, "the index", (lambda: None) if force else read, make)
 
 
 def save(index: Index, path: Path) -> None:

@@ -25,12 +25,10 @@ import pyarrow.fs as fs
 
 from midepoch._internal.progress import Progress
 from midepoch.errors import CorruptBlockError, DataNotFoundError, DifferentSchemasError, FormatError
-from midepoch.sources.dictionaries import holds, holds_dictionary
 from midepoch.sources.files import DataFiles
 from midepoch.sources.filters import Filter, comparable
 from midepoch.sources.fingerprints import SKIPPED
-from midepoch.sources.formats import Block, Member, Scanned, format_named
-from midepoch.sources.formats.base import Values, decoded, partition_expression
+from midepoch.sources.formats import Block, Member, Scanned, Values, decoded, format_named, partition_expression
 from midepoch.sources.index import (
     MAPPED,
     Index,
@@ -44,7 +42,7 @@ from midepoch.sources.index import (
 )
 from midepoch.sources.listing import Lookups
 from midepoch.sources.names import KINDS, Listing
-from midepoch.sources.schemas import difference, nullable_paths, row_bytes, unified, usable
+from midepoch.sources.schemas import difference, holds, holds_dictionary, nullable_paths, row_bytes, unified, usable
 from midepoch.storage.cache_files import default_index_dir
 from midepoch.storage.damage import DamageError
 from midepoch.storage.stores import Entry, Store

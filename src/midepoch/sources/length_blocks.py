@@ -17,8 +17,8 @@ import pyarrow.types as pt
 
 from midepoch._internal.processes import cores
 from midepoch.errors import CorruptBlockError
-from midepoch.sources.dictionaries import holds_dictionary, plain_array, plain_type
 from midepoch.sources.formats.arrow_ipc import BatchReader
+from midepoch.sources.schemas import holds_dictionary, plain_array, plain_type, storage_of
 from midepoch.sources.source import Source, in_place, view
 from midepoch.storage.damage import changed, is_damage, refusal, removed, retried
 
@@ -79,8 +79,7 @@ def has_length(kind: pa.DataType) -> bool:
 
 
 def _storage(kind: pa.DataType) -> pa.DataType:
-    kind = plain_type(kind)
-    return _storage(kind.storage_type) if isinstance(kind, pa.BaseExtensionType) else kind
+    return storage_of(plain_type(kind))
 
 
 def _offset_dtype(kind: pa.DataType) -> np.dtype[Any] | None:

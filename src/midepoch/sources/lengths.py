@@ -35,7 +35,7 @@ from midepoch.sources.length_blocks import (
     smallest_dtype,
 )
 from midepoch.sources.source import Source, fingerprint_of
-from midepoch.storage.cache_files import default_index_dir, locked, sweep, temporary_path
+from midepoch.storage.cache_files import CacheSlot, atomic_file, default_index_dir, read_or_make
 from midepoch.storage.damage import changed, removed
 
 SUFFIX = ".midepoch-lengths"
@@ -123,17 +123,8 @@ def _reopened(path: Path, key: bytes) -> RowLengths:
 
 def write_lengths(path: Path, key: bytes, parts: Iterable[Measured]) -> None:
     """Write a sidecar atomically, part by part. Raise OSError, and leave nothing, if it cannot be written."""
-    sweep(path.parent, f".{path.name}.*.tmp")
-    temporary = temporary_path(path)
-    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-    try:
-        with open(os.open(temporary, flags, 0o600), "w+b", buffering=0) as file:
-            _write(file, key, parts)
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
+    with atomic_file(path) as file:
+        _write(file, key, parts)
 
 
 def remove_old(path: Path, pattern: str) -> None:
@@ -163,9 +154,7 @@ def _write(file: BinaryIO, key: bytes, parts: Iterable[Measured]) -> None:
 
 
 def _put(file: BinaryIO, numbers: Compact) -> None:
-    data = np.ascontiguousarray(numbers).view(np.uint8).data
-    while len(data):  # a raw file may write less than it is given
-        data = data[file.write(data) :]
+    file.write(np.ascontiguousarray(numbers).view(np.uint8).data)
 
 
 def _widen(file: BinaryIO, rows: int, dtype: np.dtype[Any], wider: np.dtype[Any]) -> None:
@@ -173,11 +162,9 @@ def _widen(file: BinaryIO, rows: int, dtype: np.dtype[Any], wider: np.dtype[Any]
     for stop in range(rows, 0, -_COPY):
         start = max(0, stop - _COPY)
         file.seek(_START + start * dtype.itemsize)
-        data = bytearray()
-        while missing := (stop - start) * dtype.itemsize - len(data):
-            data += file.read(missing)
+        numbers = np.frombuffer(file.read((stop - start) * dtype.itemsize), dtype)
         file.seek(_START + start * wider.itemsize)
-        _put(file, np.frombuffer(data, dtype).astype(wider))
+        _put(file, numbers.astype(wider))
     file.seek(_START + rows * wider.itemsize)
 
 
@@ -216,19 +203,16 @@ def lengths_of(source: Source, column: str, *, skip_corrupt: bool = False) -> Ro
         found = read_lengths(path, key)
         return found if found is not None and (skip_corrupt or not found.unreadable) else None
 
-    if (found := usable()) is not None:
-        return found
-    parts = partial(_parts, source, column, skip_corrupt, stamps)
-    with locked(folder / f"{stem}{SUFFIX}", "the row lengths") as slot:
-        if (found := usable()) is not None:  # another process has made it
-            return found
+    def make(slot: CacheSlot) -> RowLengths:
+        parts = partial(_parts, source, column, skip_corrupt, stamps)
         if slot.keep(lambda: write_lengths(path, key, parts())):
             remove_old(path, f"{stem}.*{SUFFIX}")
-            found = usable()
-    if found is not None:
-        return found
-    made = Measured.join(list(parts()))
-    return RowLengths(source.rows, made.total, int(made.lengths.max(initial=0)), made.unreadable, made.lengths)
+            if (found := usable()) is not None:
+                return found
+        made = Measured.join(list(parts()))
+        return RowLengths(source.rows, made.total, int(made.lengths.max(initial=0)), made.unreadable, made.lengths)
+
+    return read_or_make(folder / f"{stem}{SUFFIX}", "the row lengths", usable, make)
 
 
 def _parts(source: Source, column: str, skip_corrupt: bool, stamps: Stamps) -> Iterator[Measured]:

@@ -21,7 +21,7 @@ from typing import Any
 
 from midepoch.errors import DataError, DataNotFoundError, FormatError
 from midepoch.storage.address import Address, Secrets, is_secret
-from midepoch.storage.cache_files import atomic_write, default_index_dir, locked
+from midepoch.storage.cache_files import CacheSlot, atomic_write, default_index_dir, read_or_make
 from midepoch.storage.fsspec_files import redact_logs
 
 _PART = re.compile(
@@ -258,11 +258,11 @@ def arrow_files(
 ) -> dict[str, list[Path]]:
     """Return the Arrow files in the Hugging Face cache by split. Run ``datasets`` only if they are not known yet."""
     path = (index_dir or default_index_dir()) / f"{request.key}.midepoch-dataset"
-    if not force and (known := _recall(path, request)) is not None:
-        return known
-    with locked(path, f"the list of files of {Address(request.path)!r}") as place:
-        if not force and (known := _recall(path, request)) is not None:  # another process has done it
-            return known
+
+    def recall() -> dict[str, list[Path]] | None:
+        return None if force else _recall(path, request)
+
+    def ask(slot: CacheSlot) -> dict[str, list[Path]]:
         inputs = request.inputs(path.parent)
         splits = _ask_datasets(request, num_proc)
         entry = {
@@ -271,8 +271,10 @@ def arrow_files(
             "inputs": inputs,
             "splits": {name: [str(file) for file in files] for name, files in splits.items()},
         }
-        place.keep(lambda: atomic_write(path, json.dumps(entry, indent=1).encode()))
-    return splits
+        slot.keep(lambda: atomic_write(path, json.dumps(entry, indent=1).encode()))
+        return splits
+
+    return read_or_make(path, f"the list of files of {Address(request.path)!r}", recall, ask)
 
 
 def _recall(path: Path, request: HubRequest) -> dict[str, list[Path]] | None:

@@ -299,9 +299,10 @@ _SHAPES = re.compile(
 _BASIC = re.compile(r"(?<=\bBasic )[A-Za-z0-9+/]{4,}=*")
 
 _PUBLIC = re.compile(
-    r"region|region_name|aws_region|scheme|account_name|protocol|target_protocol|project|host|port|repo|org|sha"
+    r"region|region_name|aws_region|aws_default_region|scheme|account_name|protocol|target_protocol|project|host|port"
+    r"|repo|org|sha|anon|anonymous|skip_signature|aws_skip_signature"
     r"|revision|repo_type|compression|mode|encoding|fo|path|cache_storage|signature_version|addressing_style"
-    r"|endpoint_override|endpoint_url|endpoint"
+    r"|endpoint_override|endpoint_url|endpoint|aws_endpoint|aws_endpoint_url"
 )
 """Names of options whose values are public, except for the credentials of an address in them."""
 _ENVIRONMENT = re.compile(

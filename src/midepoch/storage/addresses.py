@@ -148,7 +148,15 @@ _S3_NAMES = {
     "endpoint": "endpoint_override",
     "region_name": "region",
     "aws_region": "region",
+    "aws_default_region": "region",
+    "aws_endpoint_url": "endpoint_override",
+    "aws_endpoint": "endpoint_override",
+    "aws_skip_signature": "anonymous",
+    "skip_signature": "anonymous",
+    "access_key_id": "access_key",
+    "secret_access_key": "secret_key",
 }
+"""Names of fsspec, boto, ``deltalake`` and ``lance`` for options of pyarrow."""
 
 
 def check_endpoint(endpoint: str) -> None:
@@ -158,10 +166,12 @@ def check_endpoint(endpoint: str) -> None:
 
 
 def s3_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options under pyarrow's names. Those of fsspec and boto are accepted, too."""
+    """Return the options under pyarrow's names. Those of other libraries are accepted, too."""
     given = {**options, **options.get("client_kwargs", {})}
     given.pop("client_kwargs", None)
     found = {_S3_NAMES.get(name.lower(), name): value for name, value in given.items() if value is not None}
+    if isinstance(found.get("anonymous"), str):
+        found["anonymous"] = found["anonymous"].lower() in ("true", "1", "yes")
     endpoint = (
         found.get("endpoint_override") or os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
     )

@@ -23,6 +23,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import BinaryIO, TypeVar
 
 from midepoch._internal.processes import alive, machine
 from midepoch.errors import MidepochError
@@ -33,6 +34,7 @@ except ImportError:  # on Windows: two processes may do the same work, which is 
     fcntl = None  # type: ignore[assignment]
 
 
+T = TypeVar("T")
 NOTICE_SECONDS = 5.0
 """Time to wait before the holder is logged."""
 LIMIT_SECONDS = 60.0
@@ -252,6 +254,15 @@ def locked(path: Path, what: str) -> Iterator[CacheSlot]:
         lock.close()
 
 
+def read_or_make(path: Path, what: str, read: Callable[[], T | None], make: Callable[[CacheSlot], T]) -> T:
+    """Return what ``read`` finds. Else ``make`` it, and save it at ``path``, by one process at a time."""
+    if (found := read()) is not None:
+        return found
+    with locked(path, what) as slot:
+        found = read()  # another process may have made it
+        return make(slot) if found is None else found
+
+
 def make_private(folder: Path) -> None:
     """Create a folder and its missing parents, private to their owner."""
     missing = [each for each in (folder, *folder.parents) if not each.exists()]
@@ -267,12 +278,22 @@ def temporary_path(path: Path) -> Path:
 
 
 def atomic_write(path: Path, data: bytes) -> None:
-    """Write ``data`` to ``path`` atomically: readers see either the complete old file or the complete new one."""
+    """Write ``data`` to ``path`` atomically."""
+    with atomic_file(path) as file:
+        file.write(data)
+
+
+@contextmanager
+def atomic_file(path: Path) -> Iterator[BinaryIO]:
+    """Open a file that takes the place of ``path`` when it is complete, so that readers never see a part of it.
+
+    After an error, nothing is left of it.
+    """
     sweep(path.parent, f".{path.name}.*.tmp")
     temporary = temporary_path(path)
     try:
-        with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "wb") as file:
-            file.write(data)
+        with open(os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "w+b") as file:
+            yield file
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)

@@ -18,7 +18,7 @@ import pyarrow as pa
 from midepoch._internal.hints import nearest
 from midepoch._internal.values import loaded
 from midepoch.errors import ColumnError, MidepochError
-from midepoch.sources.dictionaries import taken
+from midepoch.sources.schemas import taken
 from midepoch.storage.damage import is_damage
 from midepoch.transforms.arrow_values import Paths, to_python
 from midepoch.transforms.provenance import DocumentTable, Int16Array

@@ -13,8 +13,8 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from midepoch.errors import ColumnError, MapError
-from midepoch.sources.dictionaries import taken
 from midepoch.sources.filters import Filter, comparable
+from midepoch.sources.schemas import taken
 from midepoch.transforms.arrow_values import as_arrow, flat_numbers
 from midepoch.transforms.batch import Batch, join
 from midepoch.transforms.formats import arrow_column, present, present_rows

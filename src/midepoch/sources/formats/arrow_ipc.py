@@ -15,15 +15,15 @@ import logging
 import struct
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import pyarrow as pa
 
 from midepoch.errors import FormatError
-from midepoch.sources.dictionaries import plain_array
 from midepoch.sources.fingerprints import sample, sample_bodies, sample_buffers
+from midepoch.sources.formats import Block, Chains, Format, Scanned, table_of
 from midepoch.sources.formats.arrow_messages import (
     CONTINUATION,
     DAMAGE,
@@ -42,7 +42,7 @@ from midepoch.sources.formats.arrow_messages import (
     read_footer,
     whole_message,
 )
-from midepoch.sources.formats.base import Block, Chains, Format, Scanned, table_of
+from midepoch.sources.schemas import nodes, plain_array
 from midepoch.storage.damage import DamageError, unreadable
 from midepoch.storage.stores import Entry, Store
 
@@ -99,25 +99,6 @@ class _Scanning:
         self.scan.fingerprint = digest.hexdigest()
         self.scan.dictionaries = tuple(tuple(map(tuple, versions)) for versions in self._versions.values())
         return self.scan
-
-
-def nodes(schema: pa.Schema) -> list[tuple[tuple[str, ...], int]]:
-    """Return the field nodes of a record batch: columns and their children, depth first.
-
-    A node is the path of names to it, and the size of the fixed-size list around it, or 0.
-    """
-    return [node for column in schema for node in _nodes(column, (), 0)]
-
-
-def _nodes(field: pa.Field, above: tuple[str, ...], items: int) -> Iterator[tuple[tuple[str, ...], int]]:
-    kind, path = field.type, (*above, field.name)
-    while isinstance(kind, pa.BaseExtensionType):
-        kind = kind.storage_type
-    yield path, items
-    if not pa.types.is_dictionary(kind):
-        inside = kind.list_size if pa.types.is_fixed_size_list(kind) else 0
-        for i in range(kind.num_fields):
-            yield from _nodes(kind.field(i), path, inside)
 
 
 def walk(path: str, read: Read, size: int, *, skip_damage: bool = False) -> Scanned:

@@ -19,7 +19,7 @@ from typing import IO, Any
 
 import pyarrow as pa
 
-from midepoch.sources.formats.base import Block, CacheSpec
+from midepoch.sources.formats import Block, CacheSpec
 from midepoch.sources.names import COMPRESSIONS
 from midepoch.storage.cache_files import default_index_dir, make_private
 from midepoch.storage.stores import Entry, OpenFile, Store

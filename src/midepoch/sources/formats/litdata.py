@@ -18,8 +18,8 @@ import pyarrow as pa
 
 from midepoch.errors import CorruptBlockError, DataNotFoundError, FormatError
 from midepoch.sources.fingerprints import BEGINNING, fingerprint
+from midepoch.sources.formats import Block, Format, Member, Scanned
 from midepoch.sources.formats.arrow_ipc import BatchReader, walk
-from midepoch.sources.formats.base import Block, Format, Member, Scanned
 from midepoch.sources.formats.litdata_leaves import dtype_of, leaf_encoding, parsed_tree
 from midepoch.sources.formats.records import (
     Bytes,

@@ -24,7 +24,7 @@ import pyarrow as pa
 
 from midepoch.errors import DataNotFoundError, FormatError
 from midepoch.sources.fingerprints import BEGINNING, fingerprint
-from midepoch.sources.formats.base import Block, Format, Member, Scanned
+from midepoch.sources.formats import Block, Format, Member, Scanned
 from midepoch.sources.formats.records import (
     BadSampleError,
     Bytes,

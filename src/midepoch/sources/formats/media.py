@@ -27,8 +27,7 @@ import pyarrow as pa
 
 from midepoch.errors import CorruptBlockError, DataNotFoundError, FormatError
 from midepoch.sources.fingerprints import fingerprint, spaced
-from midepoch.sources.formats import Block, Format, Scanned, format_named
-from midepoch.sources.formats.base import decoded, table_of
+from midepoch.sources.formats import Block, Format, Scanned, decoded, format_named, table_of
 from midepoch.sources.index import for_all
 from midepoch.sources.names import Listing, is_metadata
 from midepoch.sources.schemas import unified
@@ -445,7 +444,7 @@ def _delivered(kind: pa.DataType) -> pa.DataType:
 
 def _nullable(table: pa.Table, skip_damage: bool) -> set[tuple[str, ...]]:
     """Return the paths with a null. With ``skip_damage``, the bytes of a file that cannot be read are null."""
-    from midepoch.sources.formats.lines import nulls
+    from midepoch.sources.schemas import nulls
 
     found = {path for path in nulls(table) if not _is_located(table.schema.field(path[0]).type) or len(path) == 1}
     if skip_damage:

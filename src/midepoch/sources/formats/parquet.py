@@ -12,11 +12,11 @@ import pyarrow.parquet as pq
 import pyarrow.types as pt
 
 from midepoch.errors import FormatError
-from midepoch.sources.dictionaries import has_large_text, large_text, plain_type, with_children
 from midepoch.sources.fingerprints import fingerprint
-from midepoch.sources.formats.base import Block, Format, Scanned, table_of
+from midepoch.sources.formats import Block, Format, Scanned, table_of
 from midepoch.sources.formats.parquet_chunks import Chunks, column_chunks, definition_levels, sound
 from midepoch.sources.names import not_the_data
+from midepoch.sources.schemas import children, has_large_text, large_text, plain_type, storage_of, with_children
 from midepoch.storage.damage import DamageError, unreadable
 from midepoch.storage.stores import Entry, OpenFile, Store
 
@@ -49,16 +49,14 @@ def _leaf_columns(field: pa.Field, above: NullLeaf, path: Path, *, in_list: bool
     if field.nullable:
         level += 1
         nodes = (*nodes, NullNode(path, level, in_list))
-    kind = field.type
-    while isinstance(kind, pa.BaseExtensionType):
-        kind = kind.storage_type
+    kind = storage_of(field.type)
     if not kind.num_fields or pt.is_dictionary(kind):
         yield NullLeaf(above.column, nodes, level)
         return
     repeated = not pt.is_struct(kind)
     here = NullLeaf(above.column, nodes, level + repeated)
-    for i in range(kind.num_fields):
-        yield from _leaf_columns(kind.field(i), here, path, in_list=in_list or repeated)
+    for child in children(kind):
+        yield from _leaf_columns(child, here, path, in_list=in_list or repeated)
 
 
 def null_paths(footer: bytes, found: Sequence[NullLeaf], groups: Sequence[Chunks]) -> set[Path]:
@@ -283,8 +281,8 @@ def _with_uuids(kind: pa.DataType, extended: pa.DataType) -> pa.DataType:
     """Return a type with the UUIDs of ``extended``, which has other extension types, too."""
     if isinstance(extended, pa.UuidType) or not kind.num_fields:
         return extended if isinstance(extended, pa.UuidType) else kind
-    pairs = [(kind.field(i), extended.field(i).type) for i in range(kind.num_fields)]
-    return with_children(kind, [field.with_type(_with_uuids(field.type, inner)) for field, inner in pairs])
+    pairs = zip(children(kind), children(extended), strict=True)
+    return with_children(kind, [field.with_type(_with_uuids(field.type, inner.type)) for field, inner in pairs])
 
 
 _leaves = lru_cache(maxsize=32)(leaves)

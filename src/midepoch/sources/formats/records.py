@@ -18,7 +18,7 @@ import pyarrow as pa
 
 from midepoch._native.ranges import copy_ranges
 from midepoch.errors import CorruptBlockError, DataNotFoundError, FormatError, MidepochError
-from midepoch.sources.formats.base import Scanned, table_of
+from midepoch.sources.formats import Scanned, table_of
 from midepoch.sources.listing import stat_all
 from midepoch.storage.damage import DamageError
 from midepoch.storage.stores import Entry, OpenFile, Store

@@ -24,9 +24,9 @@ import pyarrow.compute as pc
 import pyarrow.types as pt
 
 from midepoch.errors import FormatError
-from midepoch.sources.dictionaries import has_large_text, large_text, plain_type, with_children
-from midepoch.sources.formats.base import Block, Format, Scanned, table_of
+from midepoch.sources.formats import Block, Format, Scanned, table_of
 from midepoch.sources.formats.parquet import ParquetFormat, file_schema, large_columns, rows_of_groups
+from midepoch.sources.schemas import children, has_large_text, large_text, plain_type, with_children
 from midepoch.storage.stores import Entry, Store
 
 ID, NAMES = b"id", b"names"
@@ -74,7 +74,7 @@ def plain(field: pa.Field) -> pa.Field:
 def _children(kind: pa.DataType) -> list[pa.Field]:
     if pt.is_map(kind):
         return [kind.key_field, kind.item_field]
-    return [kind.field(i) for i in range(kind.num_fields)] if pt.is_nested(kind) else []
+    return list(children(kind)) if pt.is_nested(kind) else []
 
 
 def null_paths(
@@ -93,7 +93,7 @@ def _null_paths(
     if not pt.is_nested(wanted) or pt.is_map(wanted):
         yield from ((*path, *each[len(at) :]) for each in nulls if each[: len(at)] == at and len(each) > len(at))
         return
-    inner = [held.field(i) for i in range(held.num_fields)]
+    inner = list(children(held))
     for i in range(wanted.num_fields):
         field, name = wanted.field(i), shown.field(i).name
         number = find(field, inner, by_id=by_id) if pt.is_struct(wanted) else 0

@@ -24,7 +24,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from midepoch.errors import FormatError
-from midepoch.sources.formats.base import Block, Format, Scanned, table_of
+from midepoch.sources.formats import Block, Format, Scanned, table_of
 from midepoch.sources.formats.compressed import compression, decompressed
 from midepoch.sources.formats.tar_headers import BLOCK, Damage, TarMember, members, opened
 from midepoch.storage.stores import Entry, OpenFile, Store

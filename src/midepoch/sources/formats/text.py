@@ -23,19 +23,24 @@ import pyarrow.csv as pc
 import pyarrow.json as pj
 
 from midepoch.errors import FormatError
-from midepoch.sources.formats import lines
-from midepoch.sources.formats.base import Block, Format, Scanned, table_of
+from midepoch.sources.formats import Block, Format, Scanned, lines, table_of
 from midepoch.sources.formats.compressed import contents
-from midepoch.sources.formats.cutting import (
+from midepoch.sources.formats.lines import (
     SPACE,
+    Dialect,
+    FilePieces,
     Int64Array,
+    Piece,
+    about_rows,
     bracket_depths,
     broken_quoted_rows,
+    check_text,
     elements,
     is_closed,
+    read_rows,
     row_ends,
+    scan_text,
 )
-from midepoch.sources.formats.lines import Dialect, FilePieces, Piece, about_rows, check_text, read_rows, scan_text
 from midepoch.sources.names import COMPRESSIONS, not_the_data
 from midepoch.storage.damage import DamageError
 from midepoch.storage.stores import Entry, Store

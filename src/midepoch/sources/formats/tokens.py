@@ -25,7 +25,7 @@ import pyarrow as pa
 
 from midepoch.errors import DataNotFoundError, FormatError
 from midepoch.sources.fingerprints import fingerprint
-from midepoch.sources.formats.base import Block, FileContents, Format, Room, Scanned
+from midepoch.sources.formats import Block, FileContents, Format, Room, Scanned
 from midepoch.storage.stores import Entry, OpenFile, Store
 
 COLUMN = "input_ids"

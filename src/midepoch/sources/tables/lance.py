@@ -21,13 +21,11 @@ import pyarrow.types as pt
 
 from midepoch._internal.progress import Progress
 from midepoch.errors import CorruptBlockError, DataNotFoundError, FetchError, FormatError, MidepochError
-from midepoch.sources.dictionaries import plain_type
 from midepoch.sources.fingerprints import fingerprint
-from midepoch.sources.formats import Scanned
-from midepoch.sources.formats.base import Block, Format, table_of
-from midepoch.sources.formats.lines import nulls
+from midepoch.sources.formats import Block, Format, Scanned, table_of
 from midepoch.sources.index import for_all
 from midepoch.sources.lake import Files
+from midepoch.sources.schemas import nulls, plain_type
 from midepoch.storage.damage import expired, refusals
 from midepoch.storage.fsspec_files import options_of
 from midepoch.storage.stores import Entry, Store

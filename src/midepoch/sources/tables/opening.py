@@ -16,27 +16,18 @@ import pyarrow as pa
 
 from midepoch._internal.progress import Progress
 from midepoch.errors import DataNotFoundError
-from midepoch.sources.dictionaries import has_large_text
 from midepoch.sources.filters import Filter
 from midepoch.sources.formats import Scanned
 from midepoch.sources.formats.table_parquet import SnapshotFile, TableFormat, plain
 from midepoch.sources.index import Index, for_all, read_or_build
 from midepoch.sources.lake import Files, indexed
+from midepoch.sources.schemas import has_large_text
 from midepoch.sources.tables.lance import reader_options
 from midepoch.storage.addresses import s3_options
 from midepoch.storage.cache_files import default_index_dir
 from midepoch.storage.damage import expired
 from midepoch.storage.stores import Entry, Store
 
-_NAMES = {
-    "aws_endpoint_url": "endpoint_override",
-    "aws_endpoint": "endpoint_override",
-    "aws_default_region": "region",
-    "aws_skip_signature": "anonymous",
-    "skip_signature": "anonymous",
-    "access_key_id": "access_key",
-    "secret_access_key": "secret_key",
-}
 _DROPPED = ("allow_http", "aws_allow_http", "aws_s3_allow_unsafe_rename", "aws_conditional_put", "conditional_put")
 
 
@@ -46,11 +37,7 @@ def store_options(uri: str, options: Mapping[str, Any] | None) -> dict[str, Any]
         return None
     if not uri.startswith("s3"):
         return dict(options)
-    renamed = {_NAMES.get(name.lower(), name): value for name, value in options.items()}
-    kept = {name: value for name, value in renamed.items() if name.lower() not in _DROPPED}
-    if "anonymous" in kept:
-        kept["anonymous"] = str(kept["anonymous"]).lower() in ("true", "1", "yes")
-    return kept
+    return {name: value for name, value in options.items() if name.lower() not in _DROPPED}
 
 
 def reader_of(store: Store, path: str, address: str, options: Mapping[str, Any] | None) -> tuple[str, dict[str, str]]:
