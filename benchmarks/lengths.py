@@ -30,8 +30,7 @@ from benchmarks import machine
 from benchmarks.ranks import Measured
 from midepoch.sources import Source
 from midepoch.sources.lake import open_index
-from midepoch.sources.length_blocks import measured_blocks
-from midepoch.sources.lengths import lengths_of
+from midepoch.sources.lengths import lengths_of, measured_blocks
 
 ROWS, MEAN, SIGMA, LONGEST = 10**8, 600, 1.0, 1 << 15
 BLOCKS = (1_000, 1 << 16)

@@ -18,7 +18,7 @@ from pyarrow import orc
 import midepoch
 from data import write_arrow
 from midepoch.errors import ColumnError, CorruptBlockError
-from midepoch.sources import Source, length_blocks
+from midepoch.sources import Source
 from midepoch.sources import lengths as length_module
 from midepoch.sources.lake import open_index
 from midepoch.sources.lengths import lengths_of
@@ -115,7 +115,7 @@ def test_any_lengths_in_any_blocks_and_runs(
     folder = tmp_path_factory.mktemp("lengths")
     path = write_arrow(folder / "a.arrow", pa.table({"t": pa.array(["x" * n for n in lengths], pa.string())}), block)
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(length_blocks, "_RUN", run)
+        patched.setattr(length_module, "_RUN", run)
         patched.setattr(length_module, "_COPY", 3)
         source = Source((open_index([path], index_dir=folder),))
         made = lengths_of(source, "t")

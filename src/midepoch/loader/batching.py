@@ -19,8 +19,8 @@ from midepoch.order.budget import GROUP, WINDOW, Budget, checked_balance
 from midepoch.pipeline.node import HIDDEN, Buckets, Node
 from midepoch.pipeline.planned import FilledLengths, GivenLengths, Lengths, Planning, too_long
 from midepoch.pipeline.spec import PipelineSpec
-from midepoch.sources.length_blocks import has_length
 from midepoch.sources.lengths import lengths_of
+from midepoch.sources.schemas import has_length
 from midepoch.transforms import Map
 from midepoch.transforms.arrow_values import flat_numbers, is_list
 from midepoch.transforms.batch import check_columns

@@ -26,6 +26,7 @@ import pyarrow as pa
 from midepoch._internal.recycled import empty
 from midepoch._native import copy_ranges
 from midepoch.errors import CorruptBlockError
+from midepoch.sources.schemas import offset_dtype
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -172,11 +173,7 @@ def gatherer(kind: pa.DataType, blocks: int) -> Gatherer | None:
     """Return the gatherer of a type, or None if only pyarrow supports it."""
     is_list = pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
     item = kind.value_type if is_list else kind
-    offset: np.dtype[np.signedinteger] | None = None
-    if pa.types.is_string(kind) or pa.types.is_binary(kind) or pa.types.is_list(kind):
-        offset = np.dtype(np.int32)
-    elif pa.types.is_large_string(kind) or pa.types.is_large_binary(kind) or pa.types.is_large_list(kind):
-        offset = np.dtype(np.int64)
+    offset = None if pa.types.is_map(kind) else offset_dtype(kind)
     width = 1 if offset is not None and not is_list else fixed_width(item)
     if pa.types.is_fixed_size_list(kind):
         width = (width or 0) * kind.list_size

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -378,3 +379,35 @@ def _nodes(field: pa.Field, above: tuple[str, ...], items: int) -> Iterator[tupl
         inside = kind.list_size if pt.is_fixed_size_list(kind) else 0
         for child in children(kind):
             yield from _nodes(child, path, inside)
+
+
+def constant_length(kind: pa.DataType) -> int | None:
+    """Return the length of all values of a type, or None if they differ."""
+    kind = stored_type(kind)
+    if pt.is_fixed_size_list(kind):
+        return int(kind.list_size)
+    return int(kind.byte_width) if pt.is_fixed_size_binary(kind) else None
+
+
+def has_length(kind: pa.DataType) -> bool:
+    """Return True for lists, maps, text and bytes."""
+    kind = stored_type(kind)
+    return constant_length(kind) is not None or offset_dtype(kind) is not None or _is_view(kind)
+
+
+def stored_type(kind: pa.DataType) -> pa.DataType:
+    """Return the type of the values, without dictionaries and extension types."""
+    return storage_of(plain_type(kind))
+
+
+def offset_dtype(kind: pa.DataType) -> np.dtype[np.signedinteger[Any]] | None:
+    """Return the dtype of the offsets of lists, maps, text and bytes of any length. None for other types."""
+    if pt.is_string(kind) or pt.is_binary(kind) or pt.is_list(kind) or pt.is_map(kind):
+        return np.dtype("<i4")
+    large = pt.is_large_string(kind) or pt.is_large_binary(kind) or pt.is_large_list(kind)
+    return np.dtype("<i8") if large else None
+
+
+def _is_view(kind: pa.DataType) -> bool:
+    of_lists = pt.is_list_view(kind) or pt.is_large_list_view(kind)
+    return bool(of_lists or pt.is_string_view(kind) or pt.is_binary_view(kind))

@@ -22,7 +22,7 @@ from typing import Any
 from midepoch.errors import DataError, DataNotFoundError, FormatError
 from midepoch.storage.address import Address, Secrets, is_secret
 from midepoch.storage.cache_files import CacheSlot, atomic_write, default_index_dir, read_or_make
-from midepoch.storage.fsspec_files import redact_logs
+from midepoch.storage.open_files import redact_logs
 
 _PART = re.compile(
     r"(?P<split>\w+(?:\.\w+)*)"

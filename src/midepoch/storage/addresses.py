@@ -16,9 +16,9 @@ import pyarrow.fs as fs
 
 from midepoch.errors import DataNotFoundError, FetchError, FormatError, MidepochError
 from midepoch.storage.address import Address, Link, Secrets, is_mistyped
-from midepoch.storage.fsspec_files import FsspecHandler, is_foreign, options_of, redact_logs
 from midepoch.storage.hub_api import is_hub_path, parse_hub_path, refuse_web_page
 from midepoch.storage.hub_files import HubFiles
+from midepoch.storage.open_files import FsspecHandler, is_foreign, options_of, redact_logs
 from midepoch.storage.stores import Retry, Store
 
 _NATIVE = {"s3", "gs", "gcs", "az", "abfs", "abfss"}

@@ -20,8 +20,7 @@ from urllib.parse import quote, unquote, urljoin, urlsplit
 from midepoch.errors import DataNotFoundError, FetchError, MidepochError
 from midepoch.storage.address import Address
 from midepoch.storage.damage import ThrottledError, requested_wait
-from midepoch.storage.fsspec_files import redact_logs
-from midepoch.storage.open_files import Entry
+from midepoch.storage.open_files import Entry, redact_logs
 
 DEFAULT_ENDPOINT = "https://huggingface.co"
 TIMEOUT = 30.0

@@ -23,11 +23,10 @@ from midepoch._internal.hints import hinted_methods
 from midepoch.errors import CorruptBlockError, DataNotFoundError, FetchError, MidepochError
 from midepoch.storage.address import Address, Secrets
 from midepoch.storage.damage import PAUSES, changed, is_damage, refusal, retry_after
-from midepoch.storage.fsspec_files import FsspecHandler, is_foreign, options_of
 from midepoch.storage.hub_files import HubFiles
 from midepoch.storage.open_files import Entry as Entry
+from midepoch.storage.open_files import FsspecHandler, ShortError, checked_file, is_foreign, options_of
 from midepoch.storage.open_files import OpenFile as OpenFile
-from midepoch.storage.open_files import ShortError, checked_file
 
 T = TypeVar("T")
 _log = logging.getLogger("midepoch")

@@ -27,7 +27,7 @@ from midepoch.sources.index import for_all
 from midepoch.sources.lake import Files
 from midepoch.sources.schemas import nulls, plain_type
 from midepoch.storage.damage import expired, refusals
-from midepoch.storage.fsspec_files import options_of
+from midepoch.storage.open_files import options_of
 from midepoch.storage.stores import Entry, Store
 
 _GONE = re.compile(r"not found|NoSuchKey|does not exist", re.IGNORECASE)
