@@ -135,6 +135,7 @@ def load_from_disk(
 
     A dataset dict needs a split; a single dataset needs none (to slice it, use any name).
     """
+    opening = Opening(None, None, DEFAULT_CACHE_BYTES, index_dir, force_reindex, on_error)
     folder = local_folder(check_path(path), "path")
     check_utf8(os.path.abspath(folder))
     splits = saved_splits(folder)
@@ -145,12 +146,12 @@ def load_from_disk(
             raise DataNotFoundError(
                 f"{folder} contains a single dataset without splits, but split={split!r} names several. Omit the split."
             )
-        return _of_splits(parts, {part.split: files for part in parts}, index_dir, force_reindex, on_error)
+        return _of_splits(parts, {part.split: files for part in parts}, opening)
     if split is None:
         raise ValueError(f"{folder} contains the splits {', '.join(splits)}. Choose one with split=…")
     parts = expand_all(parse_split(split), list(splits))
     check_splits(parts, splits, str(folder))
-    return _of_splits(parts, splits, index_dir, force_reindex, on_error)
+    return _of_splits(parts, splits, opening)
 
 
 _BUILDERS = ("arrow", "csv", "json", "parquet", "text")
@@ -190,42 +191,37 @@ def load_dataset(
         raise TypeError(f"load_dataset({path!r}) needs data_files=…, or call midepoch.from_files(paths).")
     request = HubRequest(path, name, data_files, data_dir, revision, load_dataset_kwargs)
     force = force_reindex or "force" in str(load_dataset_kwargs.get("download_mode", "")).lower()
-    folder = None if index_dir is None else local_folder(index_dir, "index_dir")
-    splits = arrow_files(request, index_dir=folder, force=force, num_proc=num_proc)
+    opening = Opening(None, None, DEFAULT_CACHE_BYTES, index_dir, force_reindex, on_error)
+    splits = arrow_files(request, index_dir=opening.index_folder, force=force, num_proc=num_proc)
     parts = expand_all(parts, list(splits))
     check_splits(parts, splits, repr(Address(path)))
-    return _of_splits(parts, splits, index_dir, force_reindex, on_error)
+    return _of_splits(parts, splits, opening)
 
 
-def _of_splits(
-    parts: Sequence[SplitPart],
-    splits: Mapping[str, list[Path]],
-    index_dir: PathLike | None,
-    force: bool,
-    on_error: str,
-) -> Dataset:
+def _of_splits(parts: Sequence[SplitPart], splits: Mapping[str, list[Path]], opening: Opening) -> Dataset:
     """Return one source of all named splits, and the rows that the slices select. Slices share the split's index."""
     names = list(dict.fromkeys(part.split for part in parts))
     for name in names:
         if not splits[name]:
             raise DataNotFoundError(f"split {name!r} has no rows.")
-    folder = None if index_dir is None else local_folder(index_dir, "index_dir")
-    check_on_error(on_error)
-    indexes = {name: _index(splits[name], folder, force, on_error) for name in names}
+    indexes: dict[str, Index] = {}
     first, starts = 0, {}
     for name in names:
+        with shown("indexing", "files") as report:
+            indexes[name] = open_index(
+                splits[name],
+                index_dir=opening.index_folder,
+                force=opening.force_reindex,
+                skip_damage=opening.on_error == "skip",
+                progress=report,
+            )
         starts[name] = first
         first += int(indexes[name].starts[-1])
     ranges = []
     for part in parts:
         start, stop = part.rows(int(indexes[part.split].starts[-1]))
         ranges.append((starts[part.split] + start, starts[part.split] + stop))
-    return make_dataset(Source(tuple(indexes.values())), Selection.of_ranges(ranges), on_error=on_error)
-
-
-def _index(files: Sequence[Path], folder: Path | None, force: bool, on_error: str) -> Index:
-    with shown("indexing", "files") as report:
-        return open_index(files, index_dir=folder, force=force, skip_damage=on_error == "skip", progress=report)
+    return make_dataset(Source(tuple(indexes.values())), Selection.of_ranges(ranges), on_error=opening.on_error)
 
 
 def check_on_error(on_error: str) -> None:

@@ -17,6 +17,7 @@ from midepoch.read.blocks import Blocks, plain_schema
 from midepoch.read.columns import Located, gatherer
 from midepoch.read.fetched import FetchedBlocks
 from midepoch.sources import Source
+from midepoch.sources.schemas import taken
 
 Int64Array = npt.NDArray[np.int64]
 _log = logging.getLogger("midepoch")
@@ -209,12 +210,11 @@ class Reader:
         parts: list[list[pa.Array]] = [[] for _ in numbers]
         for group in np.split(order, cuts):
             batch, _ = self._blocks.get(int(blocks[group[0]]))
-            places = _int64(inner[group])
             for part, number in zip(parts, numbers, strict=True):
-                part.append(_taken(_stored(batch.column(self._numbers[number])), places))
+                part.append(taken(_stored(batch.column(self._numbers[number])), inner[group]))
         back = np.empty(len(order), dtype=np.int64)
         back[order] = np.arange(len(order))
-        return [_taken(pa.concat_arrays(part), _int64(back)) for part in parts]
+        return [taken(pa.concat_arrays(part), back) for part in parts]
 
 
 def _validate(block: int, column: pa.Array) -> None:
@@ -223,20 +223,6 @@ def _validate(block: int, column: pa.Array) -> None:
         column.validate(full=True)
     except pa.ArrowException as problem:
         raise CorruptBlockError(f"block {block} cannot be read: {problem}") from None
-
-
-def _taken(column: pa.Array, places: pa.Array) -> pa.Array:
-    try:
-        return column.take(places)
-    except (
-        pa.ArrowNotImplementedError
-    ):  # views and unions: pyarrow cannot take them, but can concatenate slices of them
-        return pa.concat_arrays([column.slice(0, 0), *(column.slice(place, 1) for place in places.to_pylist())])
-
-
-def _int64(values: Int64Array) -> pa.Array:
-    """Return an Arrow array. ``pa.array`` would import pandas."""
-    return pa.Array.from_buffers(pa.int64(), len(values), [None, pa.py_buffer(np.ascontiguousarray(values))])
 
 
 def _empty(schema: pa.Schema) -> pa.RecordBatch:

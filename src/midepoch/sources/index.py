@@ -195,16 +195,12 @@ def read_or_build(
     return read_or_make(path, "the index", (lambda: None) if force else read, make)
 
 
-def save(index: Index, path: Path) -> None:
-    """Write an index."""
-    atomic_write(path, _serialised(index))
-
-
 _PLAIN = ("format", "filter", "row_bytes", "snapshot", "lookups", "looked_up")
 """Fields of an index that are saved as they are."""
 
 
-def _serialised(index: Index) -> bytes:
+def save(index: Index, path: Path) -> None:
+    """Write an index."""
     arrays = [index.offsets, index.starts, index.ends]
     header = {
         "version": VERSION,
@@ -221,7 +217,7 @@ def _serialised(index: Index) -> bytes:
     for batch in (blocks, pa.RecordBatch.from_arrays([index.footers], names=["footer"])):
         with pa.ipc.new_stream(sink, batch.schema) as writer:  # a file would contain the metadata twice
             writer.write_batch(batch)
-    return bytes(sink.getvalue())
+    atomic_write(path, sink.getvalue())
 
 
 def read_index(path: Path) -> Index | None:

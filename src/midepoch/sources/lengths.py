@@ -387,8 +387,22 @@ def _reopened(path: Path, key: bytes) -> RowLengths:
 
 def write_lengths(path: Path, key: bytes, parts: Iterable[Measured]) -> None:
     """Write a sidecar atomically, part by part. Raise OSError, and leave nothing, if it cannot be written."""
+    dtype = smallest_dtype(0)
+    rows = total = longest = unreadable = 0
     with atomic_file(path) as file:
-        _write(file, key, parts)
+        file.seek(_START)
+        for part in parts:
+            longest = max(longest, int(part.lengths.max(initial=0)))
+            if (needed := smallest_dtype(longest)) != dtype:
+                _widen(file, rows, dtype, needed)
+                dtype = needed
+            _put(file, part.lengths.astype(dtype, copy=False))
+            rows, total, unreadable = rows + len(part.lengths), total + part.total, unreadable + part.unreadable
+        file.truncate(_START + rows * dtype.itemsize)
+        sample = _sample(np.asarray(np.memmap(file, dtype, "r", _START, (rows,)))) if rows else 0
+        head = _FIELDS.pack(_MAGIC, VERSION, dtype.itemsize, rows, total, longest, unreadable, key, sample, 0)[:-4]
+        file.seek(0)
+        file.write(head + struct.pack("<I", zlib.crc32(head)))
 
 
 def remove_old(path: Path, pattern: str) -> None:
@@ -397,24 +411,6 @@ def remove_old(path: Path, pattern: str) -> None:
         with suppress(OSError):
             if old != path and old.stat().st_mtime < time.time() - _KEPT_SECONDS:
                 old.unlink()
-
-
-def _write(file: BinaryIO, key: bytes, parts: Iterable[Measured]) -> None:
-    dtype = smallest_dtype(0)
-    rows = total = longest = unreadable = 0
-    file.seek(_START)
-    for part in parts:
-        longest = max(longest, int(part.lengths.max(initial=0)))
-        if (needed := smallest_dtype(longest)) != dtype:
-            _widen(file, rows, dtype, needed)
-            dtype = needed
-        _put(file, part.lengths.astype(dtype, copy=False))
-        rows, total, unreadable = rows + len(part.lengths), total + part.total, unreadable + part.unreadable
-    file.truncate(_START + rows * dtype.itemsize)
-    sample = _sample(np.asarray(np.memmap(file, dtype, "r", _START, (rows,)))) if rows else 0
-    head = _FIELDS.pack(_MAGIC, VERSION, dtype.itemsize, rows, total, longest, unreadable, key, sample, 0)[:-4]
-    file.seek(0)
-    file.write(head + struct.pack("<I", zlib.crc32(head)))
 
 
 def _put(file: BinaryIO, numbers: Compact) -> None:

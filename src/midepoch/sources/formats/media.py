@@ -14,7 +14,7 @@ import json
 import logging
 import os
 import posixpath
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -90,7 +90,7 @@ def _files(store: Store, located: pa.StructArray, skips: bool) -> pa.Array:
             start += size
         offsets[i + 1] = start
     names, bits, mask = columns[1], None, None
-    missing = _missing(store, jobs, _read_local if store.local else _read_remote, skips)
+    missing = _missing(store, jobs, skips)
     if missing or located.null_count:  # not otherwise: pa.array of a list imports pandas, which takes 0.3 s
         given, absent = names.to_pylist(), {*missing, *(i for i, path in enumerate(paths) if path is None)}
         names = pa.array([store.name(paths[i]) if i in missing else name for i, name in enumerate(given)], pa.string())
@@ -102,16 +102,15 @@ def _files(store: Store, located: pa.StructArray, skips: bool) -> pa.Array:
 
 
 Job = tuple[int, Entry, memoryview]
-Read = Callable[[Store, Entry, memoryview], None]
 
 
-def _missing(store: Store, jobs: Sequence[Job], read: Read, skips: bool) -> list[int]:
+def _missing(store: Store, jobs: Sequence[Job], skips: bool) -> list[int]:
     """Read files into their places, and return the numbers of those that cannot be read."""
 
     def run(job: Job) -> int | None:
         i, entry, place = job
         try:
-            store.persist(entry.path, "read", lambda: _attempt(store, entry, place, read, skips))
+            store.persist(entry.path, "read", lambda: _read(store, entry, place, skips))
         except (CorruptBlockError, DataNotFoundError) as problem:
             if not skips:
                 raise
@@ -128,9 +127,13 @@ def _missing(store: Store, jobs: Sequence[Job], read: Read, skips: bool) -> list
     return [i for i in done if i is not None]
 
 
-def _attempt(store: Store, entry: Entry, place: memoryview, read: Read, skips: bool) -> None:
+def _read(store: Store, entry: Entry, place: memoryview, skips: bool) -> None:
     try:
-        read(store, entry, place)
+        if store.local:
+            _read_local(entry, place)
+        else:
+            with store.open(entry) as file:
+                file.read_into(place, 0)
     except FileNotFoundError:
         raise removed(store.name(entry.path)) from None
     except PermissionError as problem:
@@ -139,7 +142,7 @@ def _attempt(store: Store, entry: Entry, place: memoryview, read: Read, skips: b
         raise CorruptBlockError(f"{store.name(entry.path)} cannot be read: {problem}") from None
 
 
-def _read_local(_store: Store, entry: Entry, place: memoryview) -> None:
+def _read_local(entry: Entry, place: memoryview) -> None:
     with open(entry.path, "rb", buffering=0) as file:
         done = 0
         while done < len(place) and (came := file.readinto(place[done:])):
@@ -149,11 +152,6 @@ def _read_local(_store: Store, entry: Entry, place: memoryview) -> None:
         raise changed(entry.path, f"it has {stat.st_size} bytes and had {entry.size}")
     if stat.st_mtime_ns != entry.mtime_ns:
         raise changed(entry.path, "its modification time differs")
-
-
-def _read_remote(store: Store, entry: Entry, place: memoryview) -> None:
-    with store.open(entry) as file:
-        file.read_into(place, 0)
 
 
 _NAMED = 10
@@ -318,7 +316,6 @@ BLOCK_BYTES = 4 << 20
 BLOCK_FILES = 128
 """Limits of a block. A window of 64 blocks, the most that is shuffled together, is then at most 256 MB."""
 _LARGEST = (1 << 31) - 1
-_FEATURES = {"image": "Image", "audio": "Audio", "video": "Video"}
 
 
 @dataclass(frozen=True)
@@ -336,7 +333,7 @@ class MediaTable:
 
 def feature_of(kind: str) -> dict[str, str]:
     """Return the Hugging Face feature of a file, as JSON."""
-    return {"_type": _FEATURES[kind]}
+    return {"_type": kind.capitalize()}
 
 
 def scan_media(store: Store, listing: Listing, kind: str, *, skip_damage: bool) -> Scanned:

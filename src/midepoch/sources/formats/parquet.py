@@ -85,11 +85,6 @@ def null_paths(footer: bytes, found: Sequence[NullLeaf], groups: Sequence[Chunks
     return nulls
 
 
-def all_paths(found: Sequence[NullLeaf]) -> set[Path]:
-    """Return every path that may have a null, for a file without null counts."""
-    return {node.path for leaf in found for node in leaf.nodes if not node.in_list}
-
-
 _MAGIC = b"PAR1"
 _TAIL = 64 << 10
 """Bytes at the end of a file that the first request reads: most footers are shorter."""
@@ -131,8 +126,10 @@ class ParquetFormat(Format):
             raise DamageError(
                 f"{name}: its row groups have {sum(found.rows)} rows, its footer says {metadata.num_rows}."
             )
-        understood = len(about.chunks) == metadata.num_row_groups
-        found.nullable = null_paths(footer, about.leaves, about.chunks) if understood else all_paths(about.leaves)
+        if len(about.chunks) == metadata.num_row_groups:
+            found.nullable = null_paths(footer, about.leaves, about.chunks)
+        else:  # without null counts, every path may have a null
+            found.nullable = {node.path for leaf in about.leaves for node in leaf.nodes if not node.in_list}
         found.decoded_bytes = float(sum(metadata.row_group(i).total_byte_size for i in range(metadata.num_row_groups)))
         found.fingerprint = identity
         return found
