@@ -63,3 +63,14 @@ def test_a_run_comes_back_to_a_branch_that_it_left(
         StartPlan(1, 2, every=4),
     )
     assert simulator.run(replace(PLAN, pipeline=pipeline, features=features, starts=starts)).finding == ""
+
+
+def test_a_run_comes_back_to_the_end_of_an_epoch(simulator: Simulator) -> None:
+    """The state of the next epoch claims no units of its own. It was taken for one of the branch in progress."""
+    features = ("exclude steps", "lease", "steps_per_epoch")
+    starts = (
+        StartPlan(1, 3, every=2),
+        StartPlan(1, 3, every=50, older=0.0, exit=Exit("kill", 3)),
+        StartPlan(1, 3, every=5),
+    )
+    assert simulator.run(replace(PLAN, features=features, last="drop", starts=starts)).finding == ""

@@ -247,7 +247,8 @@ class History:
                 self._restore(branch)
                 for before in (*branch.passes[:number], saved):
                     self._count(before)
-                knows_end = not load.cursor.lanes_ended or self._run.reached_end(saved)
+                is_over = load.cursor.lanes_ended or load.shape.epoch > saved.shape.epoch
+                knows_end = not is_over or self._run.reached_end(saved)
                 if knows_end and self._is_at(load, claim):
                     self.kept[-1], one.kept_steps = one, saved.most_steps
                     if saved.most_steps <= in_line.get(one.key, 0):
