@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -144,6 +145,29 @@ def test_workers_whose_slots_are_all_full_of_another_plan_make_the_next_one(
         else:
             batches = iter(loader)
         assert [batch["id"].tolist() for batch in batches] == plain[taken + (how == "edit") :]
+
+
+def long_texts(rows: list[dict[str, Any]]) -> list[str]:
+    return ["x" * 100_000 + str(row["id"]) for row in rows]
+
+
+def test_a_large_plan_reaches_a_worker_that_is_blocked_in_sending() -> None:
+    """16 bytes for each of 20,000 excluded rows, and batches of 800 kB: neither fits into a pipe."""
+    ds = midepoch.from_dict({"id": list(range(40_000))})
+    with ds.loader(8, 1, collate_fn=long_texts, worker_type="process", prefetch=2) as loader:
+        found: list[str] = []
+
+        def edited() -> None:
+            batches = iter(loader)
+            next(batches)
+            assert batches.feed._source.is_ready(60)  # type: ignore[attr-defined]  # the next one fills the pipe
+            loader.exclude(rows=range(1, 40_000, 2))
+            found.extend(text.lstrip("x") for text in next(batches))
+
+        thread = threading.Thread(target=edited, daemon=True)
+        thread.start()
+        thread.join(60)
+        assert found == [str(number) for number in range(8, 24, 2)]
 
 
 def test_dropped_loader_leaves_no_process(ds: midepoch.Dataset) -> None:

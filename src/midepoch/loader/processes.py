@@ -34,6 +34,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from midepoch._internal.processes import PREFIX
 from midepoch.errors import MidepochError, WorkerError
 from midepoch.iteration.state import unnamed_file
 from midepoch.loader.collation import collated
@@ -270,6 +271,9 @@ def _start_method(leaves: Sequence[Leaf]) -> str | None:
     return "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
 
 
+_FITS = 4096
+"""Bytes of a message that fit into any pipe that can be written to."""
+_PAUSE = 0.005
 _CHECK = 2.0
 """Seconds between checks that the other process is alive, in case another process has inherited its end of the pipe."""
 
@@ -410,16 +414,26 @@ class ProcessCrew:
         raise error from WorkerError(f"in worker {number} (pid {self._processes[number].pid}):\n{text}")
 
     def tell(self, number: int, message: Any) -> None:
-        """Send a short message to a worker.
+        """Send a message to a worker.
 
-        A worker that is blocked in sending does not receive, so its messages are received first.
+        A worker that is blocked in sending does not receive, so its messages are received first. A message that may
+        not fit into the pipe is sent in a thread, while more of them are received.
         """
+        content = message if isinstance(message, bytes) else pickle.dumps(message)
         try:
             while not self._wait(number, select.POLLOUT | select.POLLIN) & select.POLLOUT:
                 self._unread[number].append(self._receivers[number].receive())
+            if len(content) <= _FITS:
+                self._mine[number].send_bytes(content)
+                return
+            thread = threading.Thread(target=self._send, args=(number, content), name=f"{PREFIX}send", daemon=True)
+            thread.start()
+            while thread.is_alive():
+                self._polls[number].register(self._mine[number].fileno(), select.POLLIN)
+                if self._polls[number].poll(_PAUSE * 1000):
+                    self._unread[number].append(self._receivers[number].receive())
         except (EOFError, OSError):
             raise WorkerError(self._obituary(number)) from None
-        self._send(number, message if isinstance(message, bytes) else pickle.dumps(message))
 
     def _send_job(self, number: int, what: PackedWorker, fd: int | None) -> None:
         try:
@@ -428,10 +442,8 @@ class ProcessCrew:
             raise WorkerError(self._obituary(number)) from None
 
     def _send(self, number: int, message: bytes) -> None:
-        try:
+        with contextlib.suppress(OSError, TypeError):  # it exited, which is noticed when its next message is received
             self._mine[number].send_bytes(message)
-        except OSError:
-            raise WorkerError(self._obituary(number)) from None
 
     def _obituary(self, number: int) -> str:
         if self._closed:
