@@ -12,6 +12,7 @@ import torch
 import midepoch
 from midepoch.errors import MapError, MidepochError
 from midepoch.loader.direct import MadeAhead
+from midepoch.pipeline.spec import PipelineSpec
 from states import at_row
 
 
@@ -270,3 +271,22 @@ def test_a_second_iteration_does_not_end_the_first_silently(ds: midepoch.Dataset
     next(iter(loader))
     with pytest.raises(MidepochError, match="another iter"):
         next(first)
+
+
+def test_a_state_that_is_saved_while_a_batch_is_delivered_takes_nothing_back(
+    small_files: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As by another thread."""
+    loader = midepoch.from_files(small_files).map(lambda row: row).loader(5)
+    batches = iter(loader)
+    next(batches)
+    original = PipelineSpec.seeded
+
+    def seeded(spec: PipelineSpec) -> PipelineSpec:
+        monkeypatch.setattr(PipelineSpec, "seeded", original)
+        next(batches)
+        return original(spec)
+
+    monkeypatch.setattr(PipelineSpec, "seeded", seeded)
+    loader.state_dict()
+    assert loader.steps == 2 and loader.position == 10

@@ -368,7 +368,9 @@ class Loader(Resumable):
     def _draw_seed(self) -> None:
         """Fix the seed of the global generators while functions run: at the first pass, or the first state."""
         if self.pipeline.node.has_functions or self._options.collate_fn is not None:
-            self._run = self._run._replace(spec=self.pipeline.seeded())
+            spec = self.pipeline.seeded()
+            if spec is not self.pipeline:  # once: a thread that saves must not take back a batch that is delivered then
+                self._run = self._run._replace(spec=spec)
 
     # Edits
 
