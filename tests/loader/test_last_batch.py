@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 import midepoch
+from midepoch.errors import CheckpointMismatchError
 from midepoch.testing import assert_resumes_exactly
 from pairs import covering
 from states import at_row
@@ -212,6 +214,29 @@ def test_all_ranks_go_on_together_where_the_last_step_is_not_for_all(small_files
                 next(passing)
             del passing
         assert [loader.epoch for loader in loaders] == [epoch + 1] * 4
+
+
+def test_ranks_that_leave_the_loop_around_a_last_step_that_only_some_have_resume_together(
+    small_files: list[str],
+) -> None:
+    """18 rows: two steps of four ranks, and one with rows for the first two of them."""
+    ds = midepoch.from_files(small_files).take(18).shuffle(seed=1)
+
+    def after(steps: list[int]) -> tuple[list[int], list[Any]]:
+        loaders = [ds.loader(2, rank=rank, world_size=4, last_batch="uneven") for rank in range(4)]
+        found = [batch for loader, count in zip(loaders, steps, strict=True) for batch in islice(loader, count)]
+        return [row for batch in found for row in batch["id"].tolist()], [loader.state_dict() for loader in loaders]
+
+    whole = sorted(row for batch in ds.loader(3) for row in batch["id"].tolist())
+    for steps in ([2, 2, 2, 2], [3, 3, 2, 2]):
+        found, states = after(steps)
+        resumed = ds.loader(3)
+        resumed.load_state_dict(states)
+        found += [row for batch in resumed for row in batch["id"].tolist()] if resumed.epoch == 0 else []
+        assert sorted(found) == whole
+    for steps in ([2, 3, 2, 2], [3, 2, 2, 2]):
+        with pytest.raises(CheckpointMismatchError, match="not at the same step"):
+            ds.loader(3).load_state_dict(after(steps)[1])
 
 
 @pytest.mark.parametrize("at", [4, 7])

@@ -58,11 +58,12 @@ def check_same_run(states: Sequence[Saved]) -> None:
 def rank_to_load(states: Sequence[Saved], shard: Shard) -> int:
     """Return the rank whose state is loaded, where positions can be computed. All must be at the same position."""
     skipping = all(one["shard"] is not None for one in states)  # then each rank has a position of its own
-    if not skipping and not _at_one_position(states):
-        raise _steps_apart(states)
+    before_last = None if skipping or _at_one_position(states) else _before_the_last_step(states)
     check_alike(states, OF_POSITION | {"steps"} | ({"shard"} if skipping else set()), "different runs")
     if skipping:
         return next((rank for rank, one in enumerate(states) if one["shard"] == shard.index), 0)
+    if before_last is not None:
+        return before_last
     return max(range(len(states)), key=lambda rank: (states[rank]["epoch"], states[rank].cursor.position))
 
 
@@ -74,6 +75,22 @@ def _at_one_position(states: Sequence[Saved]) -> bool:
         for one in states
     }
     return len(places) == 1 or len(ends) == 1
+
+
+def _before_the_last_step(states: Sequence[Saved]) -> int:
+    """Return the first rank that is before the last step of an epoch, if all others are there, or have no row of it.
+
+    The rows of a step are dealt from rank 0 on. A rank that has none of the last ones (``last_batch="uneven"``) is at
+    the end of the epoch when it leaves its loop.
+    """
+    places = [(one["epoch"], one.cursor.position) for one in states]
+    earliest = min(range(len(states)), key=places.__getitem__)
+    (epoch, position), rows = places[earliest], states[earliest]["rows"]
+    for rank, (one, place) in enumerate(zip(states, places, strict=True)):
+        is_over = place in ((epoch, rows), (epoch + 1, 0)) and rank >= rows - position
+        if one["budget"] or not (is_over or place == (epoch, position)):
+            raise _steps_apart(states)
+    return earliest
 
 
 def position_of_all(states: Sequence[Saved], spec: PipelineSpec) -> Cursor:
