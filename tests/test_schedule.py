@@ -399,3 +399,21 @@ def test_wrong_schedules_say_what_to_do(case: str, sources: Sources) -> None:
     make, message = WRONG[case]
     with pytest.raises((TypeError, ValueError), match=message):
         make(sources)
+
+
+@pytest.mark.parametrize("change", [{"steps": 3}, {"steps": 40}, {"global_batch_size": 2}], ids=str)
+def test_a_phase_that_is_over_cannot_become_longer_or_shorter(change: dict[str, int]) -> None:
+    sources = {name: midepoch.from_dict({"id": list(range(20))}).shuffle(seed=1) for name in ("web", "code")}
+    phases = [
+        Phase("first", {"web": 1, "code": 1}, steps=4, global_batch_size=4),
+        Phase("second", {"web": 1}, steps=6, global_batch_size=4),
+    ]
+    loader = midepoch.mix(sources, Schedule(phases), seed=1).loader()
+    for _ in range(7):
+        next(loader)
+    changed = midepoch.mix(sources, Schedule([replace(phases[0], **change), phases[1]]), seed=1).loader()
+    with pytest.raises(midepoch.CheckpointMismatchError, match="phases that are over cannot change"):
+        changed.load_state_dict(loader.state_dict())
+    later = midepoch.mix(sources, Schedule([phases[0], replace(phases[1], steps=9)]), seed=1).loader()
+    later.load_state_dict(loader.state_dict())
+    assert len(list(later)) == 6

@@ -181,6 +181,37 @@ def test_steps_that_one_of_the_ranks_that_share_a_lane_left_out_are_lost(
     assert proof.once <= len(set(found)) and proof.never >= proof.rows - len(set(found))
 
 
+def test_an_epoch_that_is_left_inside_of_its_last_rows_is_not_complete(tmp_path: Path) -> None:
+    """All rows have begun after step 6 of 10."""
+    ds = midepoch.from_dict({"input_ids": [list(range(1, 61)), list(range(61, 121))]}).shuffle(seed=1).pack(6, pad=0)
+    loader = ds.loader(2, audit=tmp_path)
+    for _ in zip(range(6), loader, strict=False):
+        pass
+    assert read_run(tmp_path).epochs[0].pending
+    loader.set_epoch(1)
+    list(loader)
+    proof = read_run(tmp_path).epochs[0]
+    assert not proof.exact and (proof.once, proof.never) == (1, 1)
+
+
+@pytest.mark.parametrize("ends", [True, False], ids=["schedule", "never"])
+def test_an_epoch_in_which_rows_are_drawn_again_is_not_complete_when_all_were_drawn(tmp_path: Path, ends: bool) -> None:
+    sources = {name: midepoch.from_dict({"id": list(range(8))}).shuffle(seed=1) for name in ("web", "code")}
+    weights = {"web": 1.0, "code": 1.0}
+    if ends:
+        ds = midepoch.mix(sources, midepoch.Schedule([midepoch.Phase("main", weights, rows=80)]), seed=1)
+    else:
+        ds = midepoch.mix(sources, weights, seed=1, stop="never")
+    loader = ds.loader(4, audit=tmp_path)
+    batches = iter(loader)
+    for _ in range(10):  # 40 rows of 16
+        next(batches)
+    proof = read_run(tmp_path).epochs[0]
+    assert proof.exact and proof.once == 16 and not proof.complete
+    if ends:
+        assert len(list(batches)) == 10 and read_run(tmp_path).epochs[0].complete
+
+
 def test_tensor_parallel_processes_count_once(
     ds: midepoch.Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -86,6 +86,22 @@ def test_next_continues_after_other_passes_of_steps(ds: midepoch.Dataset) -> Non
     assert loader.steps == 6
 
 
+def test_passes_of_steps_begin_again_after_an_error(ds: midepoch.Dataset) -> None:
+    failing = [True]
+
+    def function(row: dict[str, Any]) -> dict[str, Any]:
+        if row["id"] == 7 and failing:
+            raise KeyError("transient")
+        return row
+
+    loader = ds.select_columns("id").map(function).loader(2, steps_per_epoch=6)
+    with pytest.raises(midepoch.MapError):
+        list(loader)
+    failing.clear()
+    first = loader.steps
+    assert [batch["id"].tolist() for batch in loader] == [[2 * step, 2 * step + 1] for step in range(first, 6)]
+
+
 @pytest.mark.parametrize("sizes", [{0: 2, 5: 100}, {0: 2, 5: 100, 9: 4}, {0: 100, 5: 2}], ids=str)
 def test_a_size_that_no_epoch_can_fill_is_an_error(ds: midepoch.Dataset, sizes: dict[int, int]) -> None:
     """At its step, every epoch would be empty, so that no step follows."""

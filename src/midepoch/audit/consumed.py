@@ -63,7 +63,8 @@ class RowCounts(NamedTuple):
     """Rows of the sources in an epoch.
 
     ``consumed``: rows of which outputs were made, or that yielded none (``filtered`` of them). ``left``: not consumed.
-    ``dropped``: left over at the end of an epoch. ``begun``: consumed rows of which more may be to come.
+    ``dropped``: left over at the end of an epoch. ``begun``: consumed rows of which more may be to come. ``unended``:
+    lanes in which rows are drawn again and again, and that have not come to the end.
     """
 
     consumed: int = 0
@@ -71,6 +72,7 @@ class RowCounts(NamedTuple):
     dropped: int = 0
     left: int = 0
     begun: int = 0
+    unended: int = 0
 
 
 class LaneRun:
@@ -184,10 +186,15 @@ class LaneRun:
         rest_of = (place for place in self.after(one, lane, steps + is_over) if not place.run)
         left = sum(self._total(place) - place.row - bool(place.part) for place in rest_of)
         if not (is_over or ended):
-            return RowCounts(consumed, filtered, dropped, left, any(place.part for place in places))
-        if one.shape.batching.ends == "drop" or self._tree.get("drops", True):
+            begun = any(place.part for place in places)
+            return RowCounts(consumed, filtered, dropped, left, begun, self._tree.get("again", False))
+        if self.may_drop(one):
             return RowCounts(consumed, filtered, dropped + left)
         return RowCounts(consumed + left, filtered + left, dropped)  # stages read on to the end, and nothing came of it
+
+    def may_drop(self, one: Generation) -> bool:
+        """Return True if rows may be left over at the end of an epoch."""
+        return one.shape.batching.ends == "drop" or bool(self._tree.get("drops", True))
 
     def joints(self, passes: Sequence[Generation], lane: int) -> int:
         """Return how often a pass began in a lane at other rows than those at which the pass before it was left.

@@ -220,6 +220,18 @@ def may_drop(node: Node) -> bool:
     return stages or mixed or any(map(may_drop, base.parts))
 
 
+def draws_again(node: Node) -> bool:
+    """Return True if a mix draws rows again and again, to the end of a schedule or without end.
+
+    Then an epoch is not over when all rows were drawn.
+    """
+    base = node.base
+    if isinstance(base, Leaf):
+        return False
+    again = isinstance(base, Mix) and (base.schedule is not None or base.stop == "never")
+    return again or any(map(draws_again, base.parts))
+
+
 def tree_of(node: Node, first: int = 0) -> dict[str, Any]:
     """Return the shape of a pipeline, as far as its cursors depend on it: enough to read them without its functions."""
     stages = [_kind(stage) for stage in node.remembering]

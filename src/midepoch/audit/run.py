@@ -346,24 +346,27 @@ class Run:
         self, units: EpochUnits, passes: list[Generation], kept: list[Generation], over: bool, counted: dict[str, Any]
     ) -> EpochProof:
         """Count rows by the cursors of the lanes, and outputs by what was recorded of them."""
-        total, wrong, left = RowCounts(), 0, self.every[-1].first.header.rows
+        total, wrong, left, lanes_drop = RowCounts(), 0, self.every[-1].first.header.rows, False
         if kept:
             lanes, numbers = self.lanes_of(kept[-1]), range(kept[-1].lanes)
             total = RowCounts(*map(sum, zip(*(lanes.counts(kept, lane) for lane in numbers), strict=True)))
             wrong, left = sum(lanes.joints(kept, lane) for lane in numbers), total.left
+            lanes_drop = lanes.may_drop(kept[-1])
         lost = units.never
         if over:  # of the ranks that share a lane, some may have left the epoch before others
             outputs = (outputs_in(one, lane, one.kept_steps) for one in kept for lane in range(one.lanes))
             lost = lost.union(EMPTY.union(*outputs).minus(units.kept).minus(units.excluded))
+        ended = self._lanes_ended(units)
+        cut = 0 if not over or left or ended or lanes_drop else total.begun  # it was left inside of its last rows
         made = sum(self.lanes_of(one).rows_of(one, one.most_steps) for one in passes)
         consumed = sum(self.lanes_of(one).rows_of(one, one.kept_steps) for one in kept)
         excluded = sum(self.lanes_of(one).excluded_rows(one) for one in kept if one.first.header.excluded)
         return EpochProof(
             rows=total.consumed + total.dropped + left,
-            once=max(0, total.consumed - excluded - len(lost)),
-            never=len(lost) + wrong + (left if over else 0),
+            once=max(0, total.consumed - excluded - len(lost) - cut),
+            never=len(lost) + wrong + cut + (left if over else 0),
             dropped=total.dropped,
-            pending=0 if over else left or total.begun,
+            pending=(0 if over else left or total.begun) or (0 if ended else total.unended),
             again=max(0, made - consumed),
             filtered=max(0, total.filtered - counted["skipped"] - excluded),
             excluded=excluded,
@@ -443,6 +446,8 @@ class Run:
     @staticmethod
     def _lanes_ended(units: EpochUnits) -> bool:
         """Return True if all lanes had ended where the last record begins."""
+        if not units.records:
+            return False
         last = units.records[-1]
         lanes = last.cursor.lanes
         return len(lanes) == last.lanes and all(lane.ended for lane in lanes.values())

@@ -260,7 +260,7 @@ class Loader(Resumable):
         at, live = self._where(), self._current()
         if live is not None and live.is_open:
             return live.start if live.start.epoch > at.epoch else at
-        if self._run.kind is runs.Kind.LOOKED and self._leases.tracker is None:
+        if self._run.kind is runs.Kind.LOOKED and self._leases.tracker is None and not self._options.steps_per_epoch:
             at = self._run.next  # the next pass begins where the look began
         return at.next_epoch() if self._is_over(at) else at
 
@@ -499,6 +499,8 @@ class Loader(Resumable):
 
     def __iter__(self) -> Iterator[Any]:
         self._pass = None  # next() continues after the last batch of any pass
+        if self._data_pass is not None and self._data_pass.failed:
+            self._data_pass = None
         return StepsPass(self) if self._options.steps_per_epoch else self._begin_pass()
 
     def _begin_pass(self, start: Start | None = None) -> Pass:
@@ -519,9 +521,11 @@ class Loader(Resumable):
 
     def _next_start(self) -> Start:
         """Return the start of the next pass. Raise if it would have no batch for some rank, as far as it is known."""
-        run = self._run
+        run, by_steps = self._run, bool(self._options.steps_per_epoch)
+        if by_steps and run.kind is runs.Kind.LOOKED:  # passes of steps always continue
+            run = run._replace(kind=runs.Kind.LEFT)
         at = run.cursor if runs.was_left(run) else run.next
-        start = runs.begin(run, over=self._is_over(at), shuffled=self.pipeline.node.shuffled)
+        start = runs.begin(run, over=self._is_over(at), shuffled=by_steps or self.pipeline.node.shuffled)
         if start.restart is not None and self.pipeline.unit == "rows":  # that something is left is known
             self._restarted(start.restart, looked=start.looked)
             start = start._replace(cursor=start.restart, restart=None)

@@ -225,6 +225,11 @@ class Pass(Resumable):
         self._ledger.finish(feed.end)
 
     @property
+    def failed(self) -> bool:
+        """True if an error ended the pass."""
+        return self._failure is not None
+
+    @property
     def is_open(self) -> bool:
         """True if the pass is in progress."""
         return not (self._closed or self._over)

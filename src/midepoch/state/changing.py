@@ -77,6 +77,7 @@ def changed_schedule(
     kept, position, held = [one.old for one in found] == list(range(len(before.names))), at.position, at.held
     if kept and (before.schedule, before.learned) == (base.schedule, base.learned):
         return same
+    _check_past_phases(before, base, at.clock, of, where)
     old, new = _setting(before, at, of), _setting(base, same, of)
     segment = _segment(base, at.clock, of)
     if held is not None and position < held.until:
@@ -94,6 +95,25 @@ def changed_schedule(
     if kept and inside and need is not None:
         return replace(same, held=HeldWeights(position + need, old.weights, (), -1 if old.rows is None else old.rows))
     raise refused("the schedule", "another schedule", where)
+
+
+def _check_past_phases(before: Mix, now: Mix, clock: int, of: LaneContext, where: str) -> None:
+    """Raise CheckpointMismatchError if phases before a position end elsewhere, or had other sequences or batches."""
+    assert before.schedule is not None
+    assert now.schedule is not None
+    segments, segment = before.schedule.segments(before.names, of.lane), _segment(before, clock, of)
+    past = len(before.schedule.plan) - 1 if segment is None else segments.phases[segment]
+    for number, old in enumerate(before.schedule.plan[:past]):
+        new = now.schedule.plan[number] if number < len(now.schedule.plan) else None
+        shape = None if new is None else (new.stop, new.sequence_length, new.global_batch_size)
+        if shape != (old.stop, old.sequence_length, old.global_batch_size):
+            raise CheckpointMismatchError(
+                f"{where}schedule",
+                f"phase {old.name!r} up to {old.stop:,}",
+                "no such phase" if new is None else f"phase {new.name!r} up to {new.stop:,}",
+                "the length, sequence length and batch size of phases that are over cannot change. Change the phase in "
+                "progress, or later ones",
+            )
 
 
 def _setting(mix: Mix, at: MixAt, of: LaneContext) -> Setting | None:
