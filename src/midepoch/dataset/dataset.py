@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 from midepoch._internal import html
@@ -578,6 +579,7 @@ class Dataset(Resumable):
             timeout=timeout,
             provenance=provenance,
             dataset=self,
+            read_column=partial(reading.column_values, self),
             batching=Batching(
                 max_tokens,
                 length,

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from math import lcm
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
 from midepoch._internal.values import integer
-from midepoch.dataset.reading import column_values
 from midepoch.errors import ColumnError
 from midepoch.order import Selection
 from midepoch.order.budget import GROUP, WINDOW, Budget, checked_balance
@@ -28,10 +27,9 @@ from midepoch.transforms.context import ContextSlice
 from midepoch.transforms.layout import LAYOUTS, Layout
 from midepoch.transforms.packing import PackSpec
 
-if TYPE_CHECKING:
-    from midepoch.dataset import Dataset
-
 _TOKENS = "input_ids"
+ReadColumn = Callable[[str, str], pa.ChunkedArray]
+"""Function that reads a column of all rows of the dataset. The second argument names the call, for errors."""
 
 
 class Batched(NamedTuple):
@@ -75,7 +73,7 @@ class Batching:
     def applied(
         self,
         spec: PipelineSpec,
-        dataset: Dataset,
+        read_column: ReadColumn,
         context: ContextSlice | None,
         *,
         collated: bool,
@@ -90,7 +88,7 @@ class Batching:
         batched = Batched(spec, layout=layout)
         if layout is None and context is not None:  # the user's function makes the batch, and it is split after that
             batched = batched._replace(context=context, pads=self._pads())
-        lengths = self._known_lengths(spec, dataset)
+        lengths = self._known_lengths(spec, read_column)
         if lengths is None:
             return self._at_run_time(batched, budget)
         known, mean, longest, by_source = lengths
@@ -200,7 +198,7 @@ class Batching:
             return length
         return f"function {getattr(length, '__qualname__', type(length).__name__)}" if callable(length) else "given"
 
-    def _known_lengths(self, spec: PipelineSpec, dataset: Dataset) -> tuple[Lengths, float, int, bool] | None:
+    def _known_lengths(self, spec: PipelineSpec, read_column: ReadColumn) -> tuple[Lengths, float, int, bool] | None:
         """Return lengths that are known before anything runs, their mean and the longest. None if there are none."""
         length = _TOKENS if self.length is None else self.length
         if callable(length):
@@ -212,7 +210,7 @@ class Batching:
             return None
         kind = spec.base.source.schema.field(name).type
         if _is_number(kind):
-            return _given(_numbers(dataset, length), spec)
+            return _given(_numbers(read_column, length), spec)
         if not has_length(kind):
             raise _no_length(length, kind)
         found = lengths_of(spec.base.source, name, skip_corrupt=spec.base.on_error == "skip")
@@ -290,11 +288,11 @@ def _is_number(kind: pa.DataType) -> bool:
     return bool(pa.types.is_integer(kind))
 
 
-def _numbers(dataset: Dataset, name: str) -> npt.NDArray[Any]:
+def _numbers(read_column: ReadColumn, name: str) -> npt.NDArray[Any]:
     """Return the numbers of a column, one for each row before the shuffle. Null is 0."""
     import pyarrow.compute as pc
 
-    values = column_values(dataset, name, f"loader(length={name!r})")
+    values = read_column(name, f"loader(length={name!r})")
     parts = [flat_numbers(chunk) for chunk in pc.fill_null(values, 0).chunks] if len(values) else []
     return np.concatenate(parts) if parts else np.zeros(0, np.int64)
 

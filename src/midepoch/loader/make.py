@@ -14,7 +14,7 @@ from midepoch.audit.ledger import ledger_of
 from midepoch.distributed.keyvalue import check_agreed, connected
 from midepoch.distributed.world import find_world, groups_of
 from midepoch.errors import WorldError
-from midepoch.loader.batching import Batched, Batching
+from midepoch.loader.batching import Batched, Batching, ReadColumn
 from midepoch.loader.lanes import EqualSteps, RankConsistencyCheck
 from midepoch.loader.loader import Loader
 from midepoch.loader.movers import check_device
@@ -45,8 +45,9 @@ def make_loader(
     drop_last: bool,
     last_batch: str | None,
     audit: Any,
-    dataset: Any = None,
-    batching: Batching | None = None,
+    dataset: Any,
+    read_column: ReadColumn,
+    batching: Batching,
     provenance: Any = False,
     **options: Any,
 ) -> Loader:
@@ -54,7 +55,6 @@ def make_loader(
     spec.node.check()
     if not spec.rows:
         _log.warning("there are no rows to load: the split, slice, selection or filter is empty")
-    batching = Batching() if batching is None else batching
     context = batching.context()
     if rank is None and data_parallel is None:
         rank, world_size = _without_context(context, spec.shard, rank, world_size)
@@ -83,7 +83,7 @@ def make_loader(
     batch_size = integer(batch_size, "loader(batch_size=…)", 1)
     is_shard = spec.shard.count > 1  # of which the rows are already known
     collated = options.get("collate_fn") is not None
-    batched = batching.applied(spec, dataset, context, collated=collated, most_rows=rows)
+    batched = batching.applied(spec, read_column, context, collated=collated, most_rows=rows)
     spec = batched.spec
     _advise_lanes(batched, shard)
     last_batch = last_batch_of(drop_last, last_batch)
