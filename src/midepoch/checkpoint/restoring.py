@@ -256,12 +256,16 @@ class StepLoader:
         return None
 
 
+_LISTED = 20
+
+
 def named_manifest(steps: Steps, step: int) -> Manifest:
     """Return the manifest of a step; errors name the steps that exist, or the folder."""
     try:
         return steps.manifest(step)
     except CheckpointNotFoundError as problem:
-        existing = ", ".join(map(str, steps.numbers()[-8:])) or "none"
+        numbers = steps.numbers()
+        existing = ", ".join([*["…"] * (len(numbers) > _LISTED), *map(str, numbers[-_LISTED:])]) or "none"
         raise CheckpointNotFoundError(f"{problem}. Existing steps: {existing}.") from None
     except CheckpointDamagedError as problem:
         raise CheckpointDamagedError(f"step {step} of {steps.name}: {problem}.") from None

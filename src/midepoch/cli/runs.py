@@ -171,6 +171,11 @@ def _documents(found: list[Document], what: str, as_json: bool) -> None:
         tokens = "all" if one.stop is None else f"{one.start:,} to {one.stop:,}"
         shown.append({**one._asdict(), "source": one.name, "tokens": tokens})
     _list([one._asdict() for one in found], shown, names, what, as_json)
+    if what.startswith("step") and found and not as_json:
+        common.say(
+            f"To leave one out: exclude(documents=[({found[0].name!r}, {found[0].row})]). Numbers in the column row count "
+            "over all files of a source, those beside the names of files in that file."
+        )
 
 
 def _list(records: list[Any], shown: list[dict[str, Any]], names: list[str], what: str, as_json: bool) -> None:
@@ -178,7 +183,7 @@ def _list(records: list[Any], shown: list[dict[str, Any]], names: list[str], wha
     if as_json:
         common.print_json(records)
     elif not shown:
-        common.say(f"{what}: not delivered so far")
+        common.say(f"{what}: not in the history of these weights")
     else:
         here = f" {os.getcwd()}{os.sep}"
         rows = [

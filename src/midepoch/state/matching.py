@@ -121,7 +121,8 @@ class Matched:
             if old is None:
                 found.append(Found(part, None, lambda at, *_: at))
                 continue
-            adopted, convert = self.match(part, parts[old], f"{where}source {number}: ")
+            name = repr(base.names[number]) if base.names else number
+            adopted, convert = self.match(part, parts[old], f"{where}source {name}: ")
             found.append(Found(adopted, old, convert))
         before, now = saved.get("weights"), list(base.weights)
         kept = same == list(range(len(parts)))
