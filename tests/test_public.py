@@ -97,7 +97,7 @@ def test_every_name_is_documented() -> None:
         value = getattr(midepoch, name)
         assert value.__doc__ and not value.__doc__.startswith(f"{name}("), f"{name} has no docstring of its own"
     page = (Path(__file__).parents[1] / "docs" / "api.md").read_text().partition("\n## Modules")[0]
-    cells = [line.split("|")[1] for line in page.splitlines() if line.startswith("| `")]
+    cells = [line.split("|")[1] for line in page.splitlines() if line.startswith("| [`")]
     named = [name for cell in cells for name in re.findall(r"`(\w+)`", cell)] + re.findall(r"And `(\w+)`", page)
     assert sorted(named) == sorted({*midepoch.__all__, "zip"}), "docs/api.md names each public name once"
 

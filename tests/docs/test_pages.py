@@ -201,7 +201,7 @@ def test_whoever_is_not_run_says_why() -> None:
 _NAMED = re.compile(r"(?<![\w/])((?:tests|src|examples|scripts|benchmarks|docs)/[\w/.-]*\w)(?:::(\w+))?")
 
 
-@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize("page", [*PAGES, "SECURITY.md"])
 def test_files_and_tests_that_are_named_are_there(page: str) -> None:
     for path, function in _NAMED.findall((ROOT / page).read_text()):
         assert (ROOT / path).exists(), path

@@ -13,7 +13,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.types as pt
 
-from midepoch.errors import FormatError
+from midepoch.errors import DifferentSchemasError, FormatError
 from midepoch.sources.formats import Scanned, Values
 
 
@@ -203,7 +203,7 @@ def _joined(files: Sequence[str], schemas: Sequence[pa.Schema]) -> pa.Schema:
                 continue
             kind = _common(before.type, plain.type)
             if kind is None:
-                raise FormatError(
+                raise DifferentSchemasError(
                     f"the files do not have one schema: column {field.name!r} is {before.type} in {where} but "
                     f"{plain.type} in {file}. Load them as separate datasets, or write one again."
                 )
