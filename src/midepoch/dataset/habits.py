@@ -79,6 +79,7 @@ METHODS: dict[str, dict[str, str]] = {
     },
     "train_test_split": {
         "stratify": "Did you mean stratify_by_column=?",
+        "shuffle": "For 3 parts, split twice.",
         "generator": _SEEDED,
         **_STORED,
     },

@@ -91,8 +91,6 @@ def train_test_split(
     ``stratify_by_column``: both parts have the values of this column in the proportions of the data, rounded to
     rows. The column is read once.
     """
-    if shuffle not in (True, False):
-        raise TypeError(f"train_test_split(shuffle=…) takes True or False, got {shuffle!r}. For 3 parts, split twice.")
     chosen = selection_of(self, "train_test_split")
     train, test = split_sizes(len(chosen), train_size, test_size)
     if stratify_by_column is not None:
@@ -241,7 +239,7 @@ def shard(self: D, num_shards: int, index: int, mode: str = "auto") -> D:
     spec = self.pipeline
     if spec.shard.count > 1:
         raise ValueError(f"the dataset is already shard {spec.shard.index} of {spec.shard.count}")
-    shard = Shard(index, num_shards)
+    shard = Shard(integer(index, "shard(index=…)"), integer(num_shards, "shard(num_shards=…)", 1))
     check_agreed(spec.seed_alone, num_shards)
     if spec.numbered is None:
         return self._derive(replace(spec, shard=shard))

@@ -45,6 +45,8 @@ _log = logging.getLogger("midepoch")
 
 def names_of(names: str | Sequence[str]) -> tuple[str, ...]:
     """Return a name, or several, as a tuple."""
+    if isinstance(names, Mapping):
+        raise TypeError(f"expected names of columns, got {names!r:.60}. To give columns new names, use rename_columns.")
     return (names,) if isinstance(names, str) else tuple(names)
 
 
@@ -62,6 +64,8 @@ def rename_columns(self: D, column_mapping: Mapping[str, str]) -> D:
     """Rename columns."""
     if not isinstance(column_mapping, Mapping):
         raise TypeError(f"rename_columns takes {{old: new}}, got {column_mapping!r:.60}")
+    if wrong := [name for name in column_mapping.values() if not isinstance(name, str) or not name]:
+        raise TypeError(f"rename_columns: a name of a column is a text that is not empty, got {wrong[0]!r:.60}")
     return self._with_step(RenameColumns(tuple(column_mapping.items())))
 
 
@@ -366,9 +370,8 @@ def pack(
     A row has ``column``, ``position_ids`` (from 0 in every document), ``segment_ids`` (1, 2, … for the documents, 0
     for padding), the ``extra`` columns and, if requested, ``cu_seqlens`` (the bounds of the documents).
     """
-    for name, value in (("labels", labels), ("mask_first", mask_first)):
-        if not isinstance(value, bool):
-            raise TypeError(f"pack({name}=…) must be True or False, got {value!r:.60}")
+    if not isinstance(column, str):
+        raise TypeError(f"pack takes the name of one column, got {column!r:.60}. Others go into extra={{name: pad}}.")
     schedule = None
     if length is None:
         schedule = _lengths_of(self.pipeline.node, strategy)
@@ -383,7 +386,7 @@ def pack(
         drop_remainder,
         cu_seqlens,
         integer(window, "pack(window=…)", 1),
-        None if dtype is None else np.dtype(dtype).name,
+        None if dtype is None else _dtype(dtype),
         labels,
         mask_first,
         schedule,
@@ -469,6 +472,13 @@ def _extra(given: Any) -> dict[str, int]:
         example = ", ".join(f"{name!r}: {-100 if name == LABELS else 0}" for name in names)
         raise TypeError(f"pack(extra=…) takes columns and their padding values, extra={{{example}}}, got {given!r:.60}")
     return {name: _integer(value, f"extra {name}") for name, value in given.items()}
+
+
+def _dtype(given: Any) -> str:
+    try:
+        return np.dtype(given).name
+    except TypeError:
+        raise TypeError(f"pack(dtype=…) takes a type of integers, such as 'int32', got {given!r:.60}") from None
 
 
 def _integer(value: Any, what: str) -> int:

@@ -236,6 +236,9 @@ class Lease:
         """Acknowledge the batch as rejected, as by dynamic filtering. It is never delivered again."""
         return self._owner.ack(self.id, True)
 
+    def __getitem__(self, key: Any) -> None:
+        raise TypeError(f"a lease is not its batch. Use lease.batch[{key!r:.60}].")
+
     def __repr__(self) -> str:
         return f"Lease({self.id})"
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 
 from midepoch._internal import html
-from midepoch._internal.hints import hinted_methods, no_attribute
+from midepoch._internal.hints import fixed, hinted_methods, no_attribute
 from midepoch._internal.progress import Bar
 from midepoch._internal.resumable import Resumable
 from midepoch._internal.values import integer
@@ -49,6 +49,7 @@ _log = logging.getLogger("midepoch")
 Self = TypeVar("Self", bound="Loader")
 
 
+@fixed("a Loader", "Make another: ds.loader(…). A state of this one can be loaded into it.")
 @hinted_methods(HINTS, only=HINTED)
 class Loader(Resumable):
     """Batches of a dataset, epoch after epoch. Created by ``Dataset.loader``.
@@ -94,6 +95,9 @@ class Loader(Resumable):
             if hasattr(type(self), name):  # a property that raised AttributeError: raise it again
                 return object.__getattribute__(self, name)
             raise no_attribute("a Loader", name, dir(self), ATTRIBUTES)
+
+        def __getitem__(self, key: object) -> None:
+            raise TypeError("a Loader has no batches by number. Iterate it; for rows by number, use its dataset, ds[i].")
 
     def __dir__(self) -> list[str]:
         return sorted(name for name in dir(type(self)) if not name.startswith("_"))

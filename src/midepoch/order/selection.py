@@ -149,8 +149,10 @@ class Selection:
         if isinstance(rows, range) and rows.step == 1 and 0 <= rows.start <= rows.stop <= len(self):
             return self.slice(rows.start, rows.stop)
         if not isinstance(rows, Iterable):
-            raise TypeError(f"select takes a list of row numbers, got {rows!r}. For one row, use ds[{rows!r}].")
-        picks = np.asarray(rows if isinstance(rows, np.ndarray) else list(rows))
+            way = "a range, use ds.slice(start, stop)" if isinstance(rows, slice) else f"one row, use ds[{rows!r}]"
+            way = "a condition, use ds.filter(function)" if callable(rows) else way
+            raise TypeError(f"select takes a list of row numbers, got {rows!r:.60}. For {way}.")
+        picks = np.asarray(rows if hasattr(rows, "__array__") else list(rows))
         if picks.ndim != 1:
             raise TypeError(f"select takes a list of row numbers, got an array of shape {picks.shape}")
         if picks.dtype == np.bool_:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import logging
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -22,6 +24,15 @@ from midepoch.transforms.function import Function, RunContext
 
 if TYPE_CHECKING:
     import pyarrow.compute as pc
+
+
+_log = logging.getLogger("midepoch")
+
+
+@functools.lru_cache(maxsize=256)
+def _returned_nothing(call: str) -> None:
+    """Log, once for each function, that a row was left out."""
+    _log.warning("%s returned None, which leaves the row out. Return True or False.", call)
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,7 +56,7 @@ class FilterRows(Function):
                     return [i for i, value in enumerate(values) if function(value)]
                 rows = present_rows(first, self.input_format)
                 results = [function(row) for row in rows] if columns is None else []
-                if results and not isinstance(results[0], Mapping):
+                if results and results[0] is not None and not isinstance(results[0], Mapping):
                     return [i for i, kept in enumerate(results) if kept]
             except Exception:
                 pass
@@ -54,7 +65,12 @@ class FilterRows(Function):
     def checked(self, result: Any) -> bool:
         if isinstance(result, Mapping):
             raise MapError(f"a filter must return True or False, it returned {type(result).__name__}")
-        return bool(result)
+        if result is None:
+            _returned_nothing(self.call)
+        try:
+            return bool(result)
+        except (ValueError, RuntimeError) as problem:  # an array of several values
+            raise MapError(f"a filter must return True or False, it returned {type(result).__name__}: {problem}") from None
 
     def checked_group(self, result: Any, rows: int) -> Any:
         if not hasattr(result, "__len__") or len(result) != rows:
