@@ -250,8 +250,10 @@ def instead(function: str, expected: str, given: Any) -> str:
     if isinstance(given, type):
         return f"{function} takes {expected}, got the class {given.__name__}. Create it first: {given.__name__}(…)."
     listed = isinstance(given, (list, tuple)) and given
-    got = f"{name_of(given)} of {' and '.join(dict.fromkeys(map(name_of, given)))}" if listed else name_of(given)
-    return f"{function} takes {expected}, got {got:.100}. {remedy_for(given, function)}"
+    kinds = list(dict.fromkeys(map(name_of, given))) if listed else []
+    got = f"{name_of(given)} of {' and '.join(kinds)}" if kinds else name_of(given)
+    remedy = "Give all of them one type." if len(kinds) > 1 else remedy_for(given, function)
+    return f"{function} takes {expected}, got {got:.100}. {remedy}"
 
 
 def remedy_for(given: Any, function: str = "") -> str:

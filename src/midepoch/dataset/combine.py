@@ -78,9 +78,11 @@ def mix(
     try:
         chosen = [1.0] * len(parts) if weights is None else [float(weight) for weight in weights]
     except (TypeError, ValueError):
-        raise TypeError(f"mix: weights are numbers, such as 0.7 and 0.3, got {weights!r:.60}") from None
+        raise TypeError(f"mix: weights are numbers in a list or dict, [0.7, 0.3], got {weights!r:.60}") from None
     if len(chosen) != len(parts):
-        raise ValueError(f"mix: {len(chosen)} weights for {len(parts)} sources")
+        raise ValueError(
+            f"mix: {len(chosen)} weights for {len(parts)} sources. Give each source a weight; 0 pauses it."
+        )
     if not all(math.isfinite(weight) and weight >= 0 for weight in chosen) or not any(chosen):
         raise ValueError(f"mix: weights must be 0 or more, and at least one above 0, got {chosen}")
     for number, (part, weight) in enumerate(zip_(parts, chosen, strict=True)):

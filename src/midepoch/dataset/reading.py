@@ -256,8 +256,8 @@ class Column(Sequence[Any]):
     def __len__(self) -> int:
         return len(self._dataset)
 
-    def _refuse(self, other: Any) -> Any:
-        hint = f"ds.filter(pyarrow.compute.field({self.name!r}) > {other!r:.20})"
+    def _refuse(self, other: Any, sign: str = ">") -> Any:
+        hint = f"ds.filter(pyarrow.compute.field({self.name!r}) {sign} {other!r:.20})"
         raise TypeError(
             f"a column is not computed with or compared as a whole. To choose rows, use {hint}; for an array of all "
             f"values, np.asarray(ds[{self.name!r}])."
@@ -269,7 +269,7 @@ class Column(Sequence[Any]):
     def __eq__(self, other: object) -> bool:
         if isinstance(other, (list, tuple, Column)):
             return self is other or list(self) == list(other)
-        return bool(self._refuse(other))
+        return bool(self._refuse(other, "=="))
 
     def __getattr__(self, name: str) -> Any:
         raise no_attribute("a column", name, (), {name: "Its values are column[:], or np.asarray(column)."})
@@ -338,7 +338,7 @@ def column_values(dataset: Dataset, column: str, what: str) -> pa.ChunkedArray:
     if dataset._columns is not None:
         check_columns([column], dataset._columns, what)
     ds = in_order(dataset)
-    tables = list(_tables(ds, ds.pipeline, column))
+    tables = list(_tables(ds, ds.pipeline, column, what))
     values = pa.concat_tables(tables, promote_options="permissive").column(0) if tables else pa.chunked_array([[]])
     if len(values) != len(ds):
         raise ColumnError(

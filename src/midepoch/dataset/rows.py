@@ -98,7 +98,7 @@ def train_test_split(
             raise ValueError("train_test_split: stratify_by_column draws rows at random. Omit shuffle=False.")
         drawn = Bijection(len(chosen), derive(check_seed(0 if seed is None else seed), 0, "split"))
         parts = stratified(drawn, strata(self, stratify_by_column, "train_test_split"), train, test)
-        return {SplitName(name): with_selection(self, chosen.select(rows)) for name, rows in parts.items()}
+        return Splits({SplitName(name): with_selection(self, chosen.select(rows)) for name, rows in parts.items()})
     if not shuffle:
         first, last = chosen.slice(0, train), chosen.slice(train, train + test)
     else:
@@ -108,7 +108,17 @@ def train_test_split(
         if train + test < len(chosen):
             others = drawn(np.arange(test + train, len(chosen), dtype=np.int64))
             first = chosen.without(np.sort(np.concatenate([rows, others])))
-    return {SplitName("train"): with_selection(self, first), SplitName("test"): with_selection(self, last)}
+    return Splits({SplitName("train"): with_selection(self, first), SplitName("test"): with_selection(self, last)})
+
+
+class Splits(dict[str, Any]):
+    """The parts of a dataset by their names."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"a dict of splits has no attribute {name!r}. Use one of them: parts['train'].")
+
+    def __missing__(self, name: object) -> Any:
+        raise KeyError(f"there is no split {name!r}. There are: {', '.join(self)}. For 3 parts, split twice.")
 
 
 class SplitName(str):

@@ -476,7 +476,7 @@ def _extra(given: Any) -> dict[str, int]:
 
 def _dtype(given: Any) -> str:
     try:
-        return np.dtype(given).name
+        return str(np.dtype(given).name)
     except TypeError:
         raise TypeError(f"pack(dtype=…) takes a type of integers, such as 'int32', got {given!r:.60}") from None
 

@@ -221,7 +221,7 @@ class RandomAccess:
     def get(self, key: Any, epoch: int, count: int) -> Any:
         """Return a row of ``count``, or the columns of several."""
         if np.ndim(key) == 0 and hasattr(key, "__index__") and not isinstance(key, (bool, np.bool_)):
-            key = operator.index(key)
+            key = key.__index__()
             if not -count <= key < count:
                 raise IndexError(f"row {key} is out of range: there are {count} rows")
             found = self._engine.rows(self._at(epoch, np.array([key % count])))

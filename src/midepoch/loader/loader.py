@@ -97,7 +97,7 @@ class Loader(Resumable):
             raise no_attribute("a Loader", name, dir(self), ATTRIBUTES)
 
         def __getitem__(self, key: object) -> None:
-            raise TypeError("a Loader has no batches by number. Iterate it; for rows by number, use its dataset, ds[i].")
+            raise TypeError("a Loader has no batches by number. Iterate it. For rows by number, use the dataset.")
 
     def __dir__(self) -> list[str]:
         return sorted(name for name in dir(type(self)) if not name.startswith("_"))

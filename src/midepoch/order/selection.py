@@ -14,6 +14,11 @@ import numpy.typing as npt
 Int64Array = npt.NDArray[np.int64]
 
 
+def _instead_of(rows: Any) -> str:
+    ways = {"slice": "a range, use ds.slice(start, stop)", "function": "a condition, use ds.filter(function)"}
+    return f"For {ways.get(type(rows).__name__, f'one row, use ds[{rows!r:.60}]')}."
+
+
 @dataclass(frozen=True)
 class Shard:
     """One of ``count`` equal shards of the positions: those that are ``index`` modulo ``count``.
@@ -149,9 +154,7 @@ class Selection:
         if isinstance(rows, range) and rows.step == 1 and 0 <= rows.start <= rows.stop <= len(self):
             return self.slice(rows.start, rows.stop)
         if not isinstance(rows, Iterable):
-            way = "a range, use ds.slice(start, stop)" if isinstance(rows, slice) else f"one row, use ds[{rows!r}]"
-            way = "a condition, use ds.filter(function)" if callable(rows) else way
-            raise TypeError(f"select takes a list of row numbers, got {rows!r:.60}. For {way}.")
+            raise TypeError(f"select takes a list of row numbers, got {rows!r:.60}. {_instead_of(rows)}")
         picks = np.asarray(rows if hasattr(rows, "__array__") else list(rows))
         if picks.ndim != 1:
             raise TypeError(f"select takes a list of row numbers, got an array of shape {picks.shape}")

@@ -89,7 +89,7 @@ def parse_split(text: str) -> tuple[SplitPart, ...]:
 def bound_of(bound: int | str | None, length: int) -> int | None:
     """Return a bound of a slice of ``length`` rows: a number, or a percentage like "80%" or "-12.5%"."""
     if bound is None or hasattr(bound, "__index__"):
-        return bound
+        return bound  # type: ignore[return-value]
     match = re.fullmatch(r"(-?\d+(?:\.\d+)?)%", str(bound).strip())
     if match is None or abs(float(match[1])) > 100:
         raise ValueError(f"a bound must be a row number or a percentage like '80%' or '-10%', got {bound!r}")
@@ -333,7 +333,8 @@ def _failure(request: HubRequest, problem: Exception, missing: bool) -> DataErro
     secrets = Secrets.of(given, *map(Address, (request.path, request.data_dir or "", *_flat(request.data_files))))
     name = repr(Address(request.path))
     if missing:
-        failure: DataError = DataNotFoundError(secrets.clean(f"datasets could not find {name}: {problem}"))
+        text = f"datasets could not find {name}: {problem}. Check the name, data_files and the network."
+        failure: DataError = DataNotFoundError(secrets.clean(text))
     else:
         unknown = re.search(r"unexpected keyword argument '(\w+)'", str(problem))
         if isinstance(problem, TypeError) and unknown is not None:
@@ -344,6 +345,8 @@ def _failure(request: HubRequest, problem: Exception, missing: bool) -> DataErro
         cause = problem.__cause__ or problem.__context__
         detail = f" ({type(cause).__name__}: {cause})" if cause is not None else ""
         text = f"datasets could not load {name}: {type(problem).__name__}: {problem}{detail}"
+        if reader := {"jsonl": "json", "txt": "text", "tsv": "csv"}.get(request.path):
+            text += f". The reader of such files is {reader!r}."
         failure = DataError(secrets.clean(text))
     shown = "".join(traceback.format_exception(problem))
     failure.__cause__ = problem if secrets.clean(shown) == shown else None

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import logging
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -20,19 +18,10 @@ from midepoch.sources.schemas import taken
 from midepoch.transforms.arrow_values import as_arrow, flat_numbers
 from midepoch.transforms.batch import Batch, join
 from midepoch.transforms.formats import arrow_column, present, present_rows
-from midepoch.transforms.function import Function, RunContext
+from midepoch.transforms.function import Function, RunContext, returned_nothing
 
 if TYPE_CHECKING:
     import pyarrow.compute as pc
-
-
-_log = logging.getLogger("midepoch")
-
-
-@functools.lru_cache(maxsize=256)
-def _returned_nothing(call: str) -> None:
-    """Log, once for each function, that a row was left out."""
-    _log.warning("%s returned None, which leaves the row out. Return True or False.", call)
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,11 +55,13 @@ class FilterRows(Function):
         if isinstance(result, Mapping):
             raise MapError(f"a filter must return True or False, it returned {type(result).__name__}")
         if result is None:
-            _returned_nothing(self.call)
+            returned_nothing(self.call, "which leaves the row out. Return True or False.")
         try:
             return bool(result)
         except (ValueError, RuntimeError) as problem:  # an array of several values
-            raise MapError(f"a filter must return True or False, it returned {type(result).__name__}: {problem}") from None
+            raise MapError(
+                f"a filter must return True or False, it returned {type(result).__name__}: {problem}"
+            ) from None
 
     def checked_group(self, result: Any, rows: int) -> Any:
         if not hasattr(result, "__len__") or len(result) != rows:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -20,6 +21,14 @@ from midepoch.transforms.generators import Generators, Seeds, torch_generator
 
 T = TypeVar("T")
 _log = logging.getLogger("midepoch")
+
+
+@functools.lru_cache(maxsize=256)
+def returned_nothing(call: str, consequence: str) -> None:
+    """Log, once for each function, that it returned None."""
+    _log.warning("%s returned None, %s", call, consequence)
+
+
 _MANY = 16
 """Rows from which all keys are computed in one call."""
 
