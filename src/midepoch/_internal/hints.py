@@ -8,6 +8,7 @@ from __future__ import annotations
 import difflib
 import functools
 import inspect
+import textwrap
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, TypeVar
 
@@ -117,7 +118,8 @@ def explained(
 
 def no_attribute(owner: str, name: str, names: Iterable[str], hints: Hints) -> AttributeError:
     """Return the error for an attribute that does not exist."""
-    hint = "" if name.startswith("_") else hints.get(name) or nearest(name, names, "{}")
+    names = tuple(names)
+    hint = "" if name.startswith("_") else hints.get(name) or nearest(name, names, "{}") or _all(names)
     return _attribute_error(f"{owner} has no attribute {name!r}.{' ' if hint else ''}{hint}", name)
 
 
@@ -181,6 +183,12 @@ def _nearest(name: str, names: tuple[str, ...], form: str) -> str:
     found = difflib.get_close_matches(name.lower(), by_case, n=1, cutoff=0.7)
     found = found or [word for word in name.lower().split("_") if len(word) > 3 and word in by_case]
     return f"Did you mean {form.format(by_case[found[0]])}?" if found else ""
+
+
+@functools.lru_cache(maxsize=16)
+def _all(names: tuple[str, ...]) -> str:
+    public = [name for name in names if not name.startswith("_")]
+    return textwrap.shorten(f"It has {', '.join(public)}", 400, placeholder=" …") + "." if public else ""
 
 
 def _listed(names: Iterable[str]) -> str:

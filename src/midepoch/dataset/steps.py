@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -45,7 +45,7 @@ _log = logging.getLogger("midepoch")
 
 def names_of(names: str | Sequence[str]) -> tuple[str, ...]:
     """Return a name, or several, as a tuple."""
-    if isinstance(names, Mapping):
+    if isinstance(names, Mapping) or not isinstance(names, Iterable):
         raise TypeError(f"expected names of columns, got {names!r:.60}. To give columns new names, use rename_columns.")
     return (names,) if isinstance(names, str) else tuple(names)
 
@@ -142,9 +142,10 @@ def map(  # noqa: A001  (the name of the method)
     if not one_to_one and not batched:
         raise ValueError("one_to_one=False requires batched=True. Use flat_map for a function of one row.")
     step = Map(
-        **function_arguments(self, function, "map", batched, batch_size, with_indices, with_generator, input_columns),
+        **function_arguments(
+            self, function, "map", batched, batch_size, with_indices, with_generator, input_columns, fn_kwargs
+        ),
         remove_columns=names_of(remove_columns or ()),
-        fn_kwargs=dict(fn_kwargs or {}),
         seed_globals=seed_globals,
         on_error=_on_error(on_error),
         one_to_one=one_to_one,
@@ -194,9 +195,8 @@ def filter(  # noqa: A001
         return self._with_step(FilterExpression(condition))
     step = FilterRows(
         **function_arguments(
-            self, condition, "filter", batched, batch_size, with_indices, with_generator, input_columns
+            self, condition, "filter", batched, batch_size, with_indices, with_generator, input_columns, fn_kwargs
         ),
-        fn_kwargs=dict(fn_kwargs or {}),
         seed_globals=seed_globals,
         on_error=_on_error(on_error),
     )
@@ -216,8 +216,9 @@ def flat_map(
 ) -> D:
     """Replace each row by the rows that a function returns (a list of dicts, possibly empty)."""
     step = FlatMap(
-        **function_arguments(self, function, "flat_map", False, 1, with_indices, with_generator, input_columns),
-        fn_kwargs=dict(fn_kwargs or {}),
+        **function_arguments(
+            self, function, "flat_map", False, 1, with_indices, with_generator, input_columns, fn_kwargs
+        ),
         seed_globals=seed_globals,
         on_error=_on_error(on_error),
     )
@@ -410,8 +411,11 @@ def function_arguments(
     with_indices: bool,
     with_generator: bool | str,
     input_columns: str | Sequence[str] | None,
+    fn_kwargs: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Check the arguments that maps and filters have in common."""
+    if not isinstance(fn_kwargs, Mapping | None):
+        raise TypeError(f"{kind}(fn_kwargs=…) takes a dict of arguments by name, got {fn_kwargs!r:.60}")
     if not callable(function):
         expression = " or a pyarrow expression" if kind == "filter" else ""
         mask = kind == "filter" and hasattr(function, "dtype")
@@ -448,6 +452,7 @@ def function_arguments(
         "with_indices": with_indices,
         "with_generator": _generator(with_generator),
         "input_columns": used,
+        "fn_kwargs": dict(fn_kwargs or {}),
         "input_format": self._input_format,
     }
 

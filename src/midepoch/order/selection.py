@@ -161,7 +161,7 @@ class Selection:
         if picks.dtype == np.bool_:
             raise TypeError("select takes row numbers, got a mask of booleans. Pass np.flatnonzero(mask).")
         if len(picks) and not np.issubdtype(picks.dtype, np.integer):
-            remedy = ". For columns, use select_columns([…])." if picks.dtype.kind == "U" else ""
+            remedy = ". For columns, use select_columns([…])." if picks.dtype.kind in "UO" else ""
             raise TypeError(f"select takes integers, got values of type {picks.dtype}{remedy}")
         picks = picks.astype(np.int64)
         if len(picks) and (picks.min() < -len(self) or picks.max() >= len(self)):

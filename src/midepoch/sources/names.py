@@ -321,7 +321,7 @@ def not_the_data(start: bytes, expected: str = "") -> str | None:
         return "it is a pointer of Git LFS, not the data. Run `git lfs pull`"
     if start.lstrip()[:14].lower().startswith((b"<!doctype html", b"<html")):
         return "it is an HTML page, not the data. Download it again, with a login if it needs one"
-    for magic, kind in ((b"PAR1\x15", "parquet"), (b"ARROW1\0", "arrow")):
+    for magic, kind in ((b"PAR1\x15", "parquet"), (b"ARROW1\0", "arrow"), (b'{"', "jsonl")):
         if start.startswith(magic) and kind != expected:
             return f"its format is {kind}. Pass format={kind!r}, or rename it"
     return None

@@ -219,6 +219,10 @@ def _remedy(problem: Exception, row: Any, batched: bool) -> str:
         return ". It is called with one row: pass batched=True for a function of lists."
     if isinstance(problem, KeyError) and isinstance(row, Mapping) and problem.args and problem.args[0] not in row:
         return f". The row has: {', '.join(map(str, row))}."
+    if isinstance(problem, AttributeError) and str(problem).startswith("'dict' object"):
+        return f". A row is a dict: row[{problem.name!r}]."
+    if isinstance(problem, TypeError) and "unexpected keyword argument" in str(problem):
+        return ". It is called with the row and with fn_kwargs."
     if isinstance(problem, TypeError) and "missing 1 required positional argument" in str(problem):
         return ". It is called with the row; with_indices=True adds its number."
     return ""

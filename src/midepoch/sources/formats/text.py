@@ -251,7 +251,7 @@ class JsonFormat(Format):
         blank, first = _first_bytes(store, entry)
         if first.startswith(b"["):
             return scan_text(store, entry, _JsonRows(in_array=True), start=blank + 1, skip_damage=skip_damage)
-        if (other := not_the_data(first)) is not None:
+        if (other := not_the_data(first, "jsonl")) is not None:
             raise DamageError(f"{store.name(entry.path)}: {other}.")
         if re.match(rb'\{[ \t]*\r?\n\s*"', first):
             raise FormatError(
