@@ -97,7 +97,7 @@ def explained(
     takes_more = any(each.kind is inspect.Parameter.VAR_POSITIONAL for each in parameters.values())
     if given > len(positional) and not takes_more:
         keywords = [key for key, each in parameters.items() if each.kind is each.KEYWORD_ONLY]
-        rest = f" Pass {_listed(keywords)} by name." if keywords else ""
+        rest = f" Pass {_listed(keywords)} by name." if keywords else f" It takes {_listed(parameters)}."
         if positional and "Sequence[" in str(parameters[positional[-1]].annotation):
             rest = " Pass several as a list." + rest
         return f"{name}() takes {_count(len(positional))} by position, got {given}.{rest}"
@@ -119,7 +119,9 @@ def explained(
 def no_attribute(owner: str, name: str, names: Iterable[str], hints: Hints) -> AttributeError:
     """Return the error for an attribute that does not exist."""
     names = tuple(names)
-    hint = "" if name.startswith("_") else hints.get(name) or nearest(name, names, "{}") or _all(names)
+    words = [name, *name.split("_")]
+    known = next((hints[word] for word in words if word in hints), "")
+    hint = "" if name.startswith("_") else known or nearest(name, names, "{}") or _all(names)
     return _attribute_error(f"{owner} has no attribute {name!r}.{' ' if hint else ''}{hint}", name)
 
 
@@ -145,16 +147,13 @@ def _attribute_error(text: str, name: str) -> AttributeError:
 def fixed(owner: str, remedy: str) -> Callable[[C], C]:
     """Return a decorator of a class: setting a property that cannot be set raises AttributeError with the way out."""
 
-    def refused(name: str) -> Callable[[Any, Any], None]:
-        def refuse(self: Any, value: Any) -> None:  # noqa: ARG001
-            raise AttributeError(f"{owner} does not change by {name} = …. {remedy}")
-
-        return refuse
+    def refuse(name: str, *_: Any) -> None:
+        raise AttributeError(f"{owner} does not change by {name} = …. {remedy}")
 
     def decorate(cls: C) -> C:
         for name, each in list(vars(cls).items()):
             if isinstance(each, property) and each.fset is None:
-                setattr(cls, name, each.setter(refused(name)))
+                setattr(cls, name, each.setter(functools.partial(refuse, name)))
         return cls
 
     return decorate

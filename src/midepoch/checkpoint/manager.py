@@ -52,7 +52,7 @@ HINTS = {
         **_PARTS,
         "step missing": "Pass it by name, restore(loader, step=7). For the newest step, use restore_latest(loader, …).",
     },
-    "restore_latest": _PARTS,
+    "restore_latest": {**_PARTS, "step": "Use restore(loader, step=3)."},
 }
 
 ATTRIBUTES = {

@@ -171,7 +171,7 @@ def zip(sources: Sequence[Any], *others: Any) -> Dataset:  # noqa: A001  (the na
 
 def _parts(sources: Any, what: str) -> tuple[Node, ...]:
     if not isinstance(sources, (list, tuple)) or not sources:
-        found = "several arguments" if sources is None else f"{sources!r:.60}"
+        found = "several arguments, or None" if sources is None else f"{sources!r:.60}"
         raise TypeError(f"{what} takes a list of datasets, {what}([a, b]), got {found}")
     return tuple(_node_of(source) for source in sources)
 

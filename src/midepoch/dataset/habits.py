@@ -323,6 +323,7 @@ OPEN = {
         "workersplitter": "Ranks and workers are detected, and share the rows equally: omit it.",
         "resampled": "Use from_files(…).weighted(…) to draw rows with replacement, or omit it.",
         "handler": "Use on_error='skip'.",
+        "limit": "Use from_files(…).take(100).",
     },
     "from_tokens": {
         "block_size": "Did you mean sequence_length=?",

@@ -38,6 +38,8 @@ def slice(  # noqa: A001  (the name of the method)
     before steps that change the number of rows.
     """
     chosen = selection_of(self, "slice")
+    if step is not None and (not hasattr(step, "__index__") or step == 0):
+        raise ValueError(f"slice(step=…) takes an integer that is not 0, got {step!r:.60}. Omit it for all rows.")
     first, last = (bound_of(bound, len(chosen)) for bound in (start, stop))
     return with_selection(self, chosen.slice(first, last, step))
 
@@ -254,7 +256,7 @@ def shard(self: D, num_shards: int, index: int, mode: str = "auto") -> D:
     if spec.numbered is None:
         return self._derive(replace(spec, shard=shard))
     if num_shards > spec.numbered > 0:
-        raise ValueError(f"{spec.numbered} rows cannot be split into {num_shards} shards")
+        raise ValueError(f"{spec.numbered} rows cannot be split into {num_shards} shards. Use at most {spec.numbered}.")
     by_file = mode == "file" or (mode == "auto" and spec.files >= num_shards > 1)
     # A loaded position refers to the lanes of its state: they stay. So do lanes that were given.
     kept = self._iteration.start.begun or spec.lanes_chosen

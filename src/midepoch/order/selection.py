@@ -16,6 +16,7 @@ Int64Array = npt.NDArray[np.int64]
 
 def _instead_of(rows: Any) -> str:
     ways = {"slice": "a range, use ds.slice(start, stop)", "function": "a condition, use ds.filter(function)"}
+    ways["NoneType"] = "all rows, omit it"
     return f"For {ways.get(type(rows).__name__, f'one row, use ds[{rows!r:.60}]')}."
 
 

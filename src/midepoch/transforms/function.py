@@ -221,10 +221,11 @@ def _remedy(problem: Exception, row: Any, batched: bool) -> str:
         return f". The row has: {', '.join(map(str, row))}."
     if isinstance(problem, AttributeError) and str(problem).startswith("'dict' object"):
         return f". A row is a dict: row[{problem.name!r}]."
-    if isinstance(problem, TypeError) and "unexpected keyword argument" in str(problem):
-        return ". It is called with the row and with fn_kwargs."
-    if isinstance(problem, TypeError) and "missing 1 required positional argument" in str(problem):
-        return ". It is called with the row; with_indices=True adds its number."
+    if isinstance(problem, TypeError) and re.search("positional argument|unexpected keyword", str(problem)):
+        return (
+            ". It is called with the row or the values of input_columns; with_indices=True adds its number, "
+            "with_generator=True a generator, and fn_kwargs arguments by name."
+        )
     return ""
 
 

@@ -194,7 +194,7 @@ class Map(Function):
                 "or pass map(…, batched=True, one_to_one=False) to return any number of rows"
             )
         if len(set(lengths.values())) > 1:
-            raise MapError(f"the returned columns have different lengths: {lengths}")
+            raise MapError(f"the returned columns have different lengths: {lengths}. Return as many values in each")
         return columns
 
 
