@@ -7,7 +7,6 @@ import logging
 import os
 from contextlib import closing, suppress
 from dataclasses import dataclass, fields, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
