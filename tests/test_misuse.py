@@ -261,7 +261,6 @@ TORCH: Wrong = [
     (lambda ds: ds.loader(4).on_stats(3), "hook"),
     (lambda ds: len(ds.filter(len).loader(4)), "estimated_len"),
     (lambda ds: setattr(ds.loader(4), "batch_size", 8), r"batch_size = ….*ds\.loader"),
-    (lambda ds: ds.loader(4)[0], "no batches by number.*Iterate it"),
     (lambda ds: ds.loader(4).reset_state(), "reset_state.*set_epoch"),
     (lambda ds: ds.loader(4).num_batches, "num_batches.*It has ack, batch_size"),
     (lambda ds: ds.loader(4).on_stats(print, every="10"), "every=….*a number, got '10'"),

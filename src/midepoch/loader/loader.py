@@ -96,9 +96,6 @@ class Loader(Resumable):
                 return object.__getattribute__(self, name)
             raise no_attribute("a Loader", name, dir(self), ATTRIBUTES)
 
-        def __getitem__(self, key: object) -> None:
-            raise TypeError("a Loader has no batches by number. Iterate it. For rows by number, use the dataset.")
-
     def __dir__(self) -> list[str]:
         return sorted(name for name in dir(type(self)) if not name.startswith("_"))
 

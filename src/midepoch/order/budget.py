@@ -249,7 +249,7 @@ class Budget:
         """Return the cost of each batch, by the lengths of rows."""
         sizes, starts, here = batches.sizes(), batches.bounds[:-1], lengths[batches.places]
         if callable(self.balance):
-            costs = np.array([_cost(self.balance(lengths[batches.at(k)])) for k in range(len(batches))])
+            costs = np.array([float(self.balance(lengths[batches.at(k)])) for k in range(len(batches))])
             if not np.isfinite(costs).all():
                 raise ValueError(f"balance: the function must return a finite cost, it returned {costs.min()}")
             return costs
@@ -336,12 +336,6 @@ def in_words(text: str) -> str:
     }
     settings = [f"{name}={value!r}" for name, value in given.items() if value is not None]
     return ", ".join([*settings, *([f"in groups of {group}"] if balance else [])])
-
-
-def _cost(found: Any) -> float:
-    if not hasattr(found, "__float__"):
-        raise TypeError(f"balance is a function of the lengths of a batch that returns its cost, got {found!r:.60}")
-    return float(found)
 
 
 def checked_balance(balance: Any) -> str | Cost | None:

@@ -345,8 +345,6 @@ def _failure(request: HubRequest, problem: Exception, missing: bool) -> DataErro
         cause = problem.__cause__ or problem.__context__
         detail = f" ({type(cause).__name__}: {cause})" if cause is not None else ""
         text = f"datasets could not load {name}: {type(problem).__name__}: {problem}{detail}"
-        if reader := {"jsonl": "json", "txt": "text", "tsv": "csv"}.get(request.path):
-            text += f". The reader of such files is {reader!r}."
         failure = DataError(secrets.clean(text))
     shown = "".join(traceback.format_exception(problem))
     failure.__cause__ = problem if secrets.clean(shown) == shown else None
