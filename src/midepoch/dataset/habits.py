@@ -47,6 +47,7 @@ METHODS: dict[str, dict[str, str]] = {
         **_STORED,
     },
     "loader": {
+        **dict.fromkeys(("epochs", "num_epochs"), "Iterate the loader once for each epoch."),
         "shuffle": "Shuffle the dataset: ds.shuffle(seed=…).loader(…). The order changes every epoch.",
         "sampler": "The order belongs to the dataset: ds.shuffle(seed=…) for RandomSampler, ds.weighted(weights, "
         "num_samples=…) for WeightedRandomSampler, ds.weighted(np.ones(len(ds))) for RandomSampler(replacement=True), "
@@ -104,6 +105,7 @@ METHODS: dict[str, dict[str, str]] = {
         **_STORED,
     },
     "with_format": {
+        "dtype": "Use ds.cast({'label': 'float32'}).",
         "output_all_columns": "All columns are delivered unless columns=[…] selects some.",
         "device": 'Use ds.loader(batch_size, device="cuda").',
         "format": "Did you mean type=?",

@@ -228,7 +228,9 @@ class RandomAccess:
             if not found:
                 raise IndexError(f"row {key} is skipped under on_error='skip'")
             return found[0]
-        if isinstance(key, slice):
+        if isinstance(key, slice) and all(
+            at is None or hasattr(at, "__index__") for at in (key.start, key.stop, key.step)
+        ):
             return self._engine.columns(self._at(epoch, np.arange(*key.indices(count), dtype=np.int64)))
         if not (isinstance(key, (list, tuple, range)) or hasattr(key, "__array__")) or np.ndim(key) != 1:
             raise TypeError(f"rows are indexed by an integer, a slice or a list of integers, got {key!r}")

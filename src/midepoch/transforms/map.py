@@ -243,7 +243,7 @@ def _lengths(columns: Mapping[str, Any], prefix: str = "") -> dict[str, int]:
     for name, column in columns.items():
         if isinstance(column, Mapping):
             found |= _lengths(column, f"{prefix}{name}.")
-        elif not hasattr(column, "__len__") or isinstance(column, (str, bytes)):
+        elif not hasattr(column, "__len__") or isinstance(column, (str, bytes, Set)):
             raise MapError(
                 f"column {prefix + name!r} must be a sequence with one value for each row, got the "
                 f"{type(column).__name__} {column!r:.60}. Return a list, or omit batched=True"
