@@ -436,7 +436,6 @@ SILENT: Wrong = [
     (lambda _: midepoch.Retry(attempts=0), "attempts.*at least 1"),
     (lambda _: midepoch.PipelineCheckpoint(""), "folder, such as 'checkpoints', got ''"),
     (lambda _: midepoch.PipelineCheckpoint("x", timeout="60"), "timeout=….*a number, got '60'"),
-    (lambda _: midepoch.PipelineCheckpoint("x").save(), "nothing to save.*loader, model"),
     (lambda ds: ds.loader(4, audit=""), "audit='runs/7', got ''"),
     (lambda ds: ds.cast_column("id", None), "'id' needs a type, got None.*'int32'"),
     (lambda ds: ds.rename_column("id", ""), "text that is not empty, got ''"),

@@ -142,8 +142,6 @@ class PipelineCheckpoint:
         been copied; an error is raised by the next call (if only some ranks failed: after that call has saved its own
         step). Raises CheckpointSaveError, and leaves earlier steps unchanged.
         """
-        if pipeline is model is optimizer is None and not extra:
-            raise TypeError("save() got nothing to save. Pass it: save(loader, model, optimizer).")
         rules = self._keep if keep is None else parse_keep(keep, "save(keep=…)")
         world = self._world
         if world.size == 1:
