@@ -393,7 +393,7 @@ OPEN: Wrong = [
     (lambda _: midepoch.from_list([{"a": 1}, 2]), "list of dict and int.*one type"),
     (lambda ds: midepoch.mix([ds.train_test_split(0.1)]), r"one of its datasets: \['train'\]"),
     (lambda ds: midepoch.mix([ds, ds], 0.5), "numbers in a list or dict.*got 0.5"),
-    (lambda _: midepoch.Schedule.load(3), "path of a file.*got 3"),  # type: ignore[arg-type]
+    (lambda _: midepoch.Schedule.load(3), "a file that ends with .*got 3"),  # type: ignore[arg-type]
     (lambda _: read_run(3), "folder of a run, such as 'runs/7', got 3"),  # type: ignore[arg-type]
     (lambda _: midepoch.Keep(hours="6"), "number above 0, got '6'"),  # type: ignore[arg-type]
     (lambda _: midepoch.PipelineCheckpoint("x").load_checkpoint(), "restore_latest"),

@@ -58,7 +58,7 @@ def write(path: str | os.PathLike[str], value: Any) -> None:
 def _checked(path: str | os.PathLike[str]) -> Path:
     file = Path(path if isinstance(path, os.PathLike) else str(path)).expanduser()
     if file.suffix.lower() not in _SUFFIXES:
-        raise ValueError(f"expected the path of a file that ends with {', '.join(_SUFFIXES)}, got {path!r:.60}")
+        raise ValueError(f"expected a file that ends with {', '.join(_SUFFIXES)}, got {file}")
     return file
 
 
