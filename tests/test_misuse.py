@@ -22,6 +22,7 @@ from tokenizers import Tokenizer, models
 import midepoch
 from data import dataset_of, write_arrow
 from midepoch._internal.hints import NAMES
+from midepoch.audit import read_run
 from midepoch.dataset.habits import ATTRIBUTES
 from midepoch.testing import assert_resumes_exactly
 
@@ -180,6 +181,25 @@ HF: Wrong = [
     (lambda ds: ds.shard(2, 0).cache(), "cache\\(\\) before shard"),
     (lambda ds: ds.cache(key=3), "key.*str, got 3"),
     (lambda ds: ds.cache(cache_dir="x"), "cache_dir.*directory"),
+    (lambda ds: ds["id"] + 1, r"np\.asarray\(ds\['id'\]\)"),
+    (lambda ds: ds["id"].mean(), r"'mean'.*np\.asarray\(column\)"),
+    (lambda ds: ds.select(slice(3)), r"For a range, use ds\.slice"),
+    (lambda ds: ds.select(lambda row: True), r"For a condition, use ds\.filter"),
+    (lambda ds: ds.select_columns("id", "text"), "got 2. Pass several as a list"),
+    (lambda ds: ds.take(5, 10), "got 2. It takes n"),
+    (lambda ds: ds.where(1), "'where'. It has balanced, batch"),
+    (lambda ds: ds.slice(0.9), "'80%'.*0.9"),
+    (lambda ds: ds.slice(0, 9, 0), "step=….*not 0.*Omit it"),
+    (lambda ds: ds.shard("2", 0), "num_shards.*integer, got '2'"),
+    (lambda ds: ds.with_format(["id"]), r"'torch'.*\['id'\]"),
+    (lambda ds: ds.unique(["id"]), r"name of one column, got \['id'\]"),
+    (lambda ds: ds.cache(3), "name of a local folder, got 3"),
+    (lambda ds: ds.map(len, fn_kwargs=[1]), r"fn_kwargs=….*dict.*\[1\]"),
+    (lambda ds: ds.train_test_split(0.1).map(len), r"dict of splits.*parts\['train'\]"),
+    (lambda ds: ds.train_test_split(0.1)["val"], "no split 'val'.*train, test"),
+    (lambda ds: list(ds.filter(lambda row: np.array([True, False]))), "True or False, it returned ndarray"),
+    (lambda ds: list(ds.map(lambda row: {"n": row.text})), r"A row is a dict: row\['text'\]"),
+    (lambda ds: list(ds.unbatch("id")), "'id' does not contain lists. Name columns"),
 ]
 
 TORCH: Wrong = [
@@ -240,6 +260,15 @@ TORCH: Wrong = [
     (lambda ds: ds.loader(4).load_state_dict({"model": 1}), "state"),
     (lambda ds: ds.loader(4).on_stats(3), "hook"),
     (lambda ds: len(ds.filter(len).loader(4)), "estimated_len"),
+    (lambda ds: setattr(ds.loader(4), "batch_size", 8), r"batch_size = ….*ds\.loader"),
+    (lambda ds: ds.loader(4).reset_state(), "reset_state.*set_epoch"),
+    (lambda ds: ds.loader(4).num_batches, "num_batches.*It has ack, batch_size"),
+    (lambda ds: ds.loader(4).on_stats(print, every="10"), "every=….*a number, got '10'"),
+    (lambda ds: ds.loader(4).load_state_dict({}, allow=True), "list of names from.*True"),
+    (lambda ds: next(ds.loader(4).lease().__enter__())["id"], r"not its batch.*lease\.batch\['id'\]"),
+    (lambda ds: ds.loader(4).lease().ack(), "'ack'.*iterates leases"),
+    (lambda ds: next(ds.loader(4, collate_fn=lambda rows: rows["id"])), "It gets a list of rows"),
+    (lambda _: assert_resumes_exactly(lambda: None), "must return a loader or dataset.*None"),
     (lambda ds: torch.utils.data.random_split(ds, [0.5, 0.5])[0].__getitems__([1]), "random_split.*train_test_split"),
 ]
 
@@ -262,7 +291,9 @@ PACK: Wrong = [
     (lambda ds: ds.pack(8, "text", pad=None), "pad.*integer"),
     (lambda ds: ds.pack(8, "text", labels="lm"), "labels.*True or False"),
     (lambda ds: ds.pack(8, "text", eos=-1), "eos.*-1"),
-    (lambda ds: next(iter(ds.pack(8, "text"))), "'text'.*lists of numbers"),
+    (lambda ds: ds.pack(8, ["text"]), r"name of one column, got \['text'\].*extra="),
+    (lambda ds: ds.pack(8, "text", dtype="int33"), "type of integers.*'int33'"),
+    (lambda ds: next(iter(ds.pack(8, "text"))), "'text'.*lists of numbers. Tokenize first"),
     (lambda ds: ds.filter(len).shuffle(), "requires a seed.*shuffle\\(seed=0, window=10_000\\)"),
 ]
 
@@ -357,6 +388,16 @@ OPEN: Wrong = [
     (lambda _: midepoch.PipelineCheckpoint("x").save(scheduler=1), "scheduler.*extra="),
     (lambda _: midepoch.PipelineCheckpoint("x").restore(), "needs step.*restore_latest"),
     (lambda _: midepoch.Keep(latest=3), "latest"),
+    (lambda _: midepoch.from_files("s3:/bucket/x"), "write s3://"),
+    (lambda _: midepoch.from_files("org/name"), "Hub.*load_dataset"),
+    (lambda _: midepoch.from_list([{"a": 1}, 2]), "list of dict and int.*one type"),
+    (lambda ds: midepoch.mix([ds.train_test_split(0.1)]), r"one of its datasets: \['train'\]"),
+    (lambda ds: midepoch.mix([ds, ds], 0.5), "numbers in a list or dict.*got 0.5"),
+    (lambda _: midepoch.Schedule.load(3), "a file that ends with .*got 3"),  # type: ignore[arg-type]
+    (lambda _: read_run(3), "folder of a run, such as 'runs/7', got 3"),  # type: ignore[arg-type]
+    (lambda _: midepoch.Keep(hours="6"), "number above 0, got '6'"),  # type: ignore[arg-type]
+    (lambda _: midepoch.PipelineCheckpoint("x").load_checkpoint(), "restore_latest"),
+    (lambda _: exec("from midepoch import StreamingDataset"), "StreamingDataset.*from_files"),
 ]
 
 INTERNAL = re.compile(
@@ -381,6 +422,25 @@ SILENT: Wrong = [
     (lambda ds: list(ds.map(lambda one: {"n": one["text"].upper()}, batched=True)), "'list'.*omit batched=True"),
     (lambda ds: list(ds.filter(lambda one: one["id"] > 3, batched=True)), "'list'.*omit batched=True"),
     (lambda ds: list(ds.map(lambda one: {"n": len(one["id"])})), r"no len\(\).*pass batched=True"),
+    (lambda ds: ds.loader(4, pin_memory="yes"), "pin_memory=….*True or False.*'yes'"),
+    (lambda ds: ds.loader(4, collate_columns="no"), "collate_columns=….*True or False"),
+    (lambda ds: ds.batch(4, drop_last=3), "drop_last=….*True or False, got 3"),
+    (lambda ds: ds.sort("id", reverse="no"), "reverse=….*True or False"),
+    (lambda ds: ds.weighted("id", replacement="no"), "replacement=….*True or False"),
+    (lambda ds: ds.pack(8, "text", drop_remainder="no"), "drop_remainder=….*True or False"),
+    (lambda ds: ds.filter(len, "id"), "batched=….*True or False, got 'id'"),
+    (lambda _: midepoch.from_files("x", validate="no"), "validate=….*True or False"),
+    (lambda _: midepoch.from_files("x", retry=3), r"retry=midepoch\.Retry\(attempts=10\), got 3"),
+    (lambda _: midepoch.from_files(""), "path is empty.*current folder"),
+    (lambda _: midepoch.from_files("x", cache_dir=""), "cache_dir takes.*''.*Omit it"),
+    (lambda _: midepoch.Retry(attempts=0), "attempts.*at least 1"),
+    (lambda _: midepoch.PipelineCheckpoint(""), "folder, such as 'checkpoints', got ''"),
+    (lambda _: midepoch.PipelineCheckpoint("x", timeout="60"), "timeout=….*a number, got '60'"),
+    (lambda ds: ds.loader(4, audit=""), "audit='runs/7', got ''"),
+    (lambda ds: ds.cast_column("id", None), "'id' needs a type, got None.*'int32'"),
+    (lambda ds: ds.rename_column("id", ""), "text that is not empty, got ''"),
+    (lambda ds: ds.select_columns({"id": "n"}), "names of columns.*rename_columns"),
+    (lambda ds: ds["id"] == 3, r"compared.*ds\.filter\(pyarrow\.compute\.field\('id'\) == 3\)"),
 ]
 """Mistakes that could be accepted without a word, or fail far from their cause."""
 
@@ -404,6 +464,21 @@ def test_every_message_names_the_problem_and_the_way_out(wrong: Wrong, ds: midep
         else:
             unhelpful.append(f"{number}: {says!r}: no error")
     assert not unhelpful, "\n" + "\n".join(unhelpful)
+
+
+@pytest.mark.parametrize(("name", "kind"), [("a.csv", "parquet"), ("a.jsonl", "parquet"), ("b.csv", "jsonl")])
+def test_the_format_of_a_file_with_the_name_of_another(name: str, kind: str, tmp_path: Path) -> None:
+    if kind == "parquet":
+        pq.write_table(pa.table({"id": [1]}), tmp_path / name)
+    else:
+        (tmp_path / name).write_text('{"id": 1, "text": "a"}\n{"id": 2, "text": "b"}\n')
+    with pytest.raises(midepoch.DataError, match=f"its format is {kind}. Pass format='{kind}'"):
+        midepoch.from_files(tmp_path / name)
+
+
+def test_a_filter_that_returns_none_says_so(ds: midepoch.Dataset, caplog: pytest.LogCaptureFixture) -> None:
+    assert list(ds.filter(lambda row: print(end=""))) == []
+    assert "returned None, which leaves the row out. Return True or False." in caplog.text
 
 
 def test_the_list_is_long_enough() -> None:

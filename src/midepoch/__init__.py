@@ -9,7 +9,9 @@ loader.load_state_dict(state)        # in another process, with other numbers of
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from midepoch._internal.version import __version__
@@ -164,7 +166,11 @@ def __getattr__(name: str) -> Any:
     if name not in _WHERE:
         from midepoch._internal.hints import NAMES, no_attribute
 
-        raise no_attribute("module 'midepoch'", name, _WHERE, NAMES)
+        problem = no_attribute("module 'midepoch'", name, _WHERE, NAMES)
+        # `from midepoch import name` asks here first, then for a module, and does not show the message of this error.
+        if sys._getframe(1).f_code.co_name == "_handle_fromlist" and find_spec(f"midepoch.{name}") is None:
+            raise ImportError(str(problem), name=name)
+        raise problem
     value = getattr(import_module(_WHERE[name]), name)
     globals()[name] = value
     return value

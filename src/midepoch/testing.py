@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from midepoch._internal.hints import hinted
+from midepoch._internal.values import integer
 
 Make = Callable[[], Any]
 
@@ -43,7 +44,9 @@ def assert_resumes_exactly(
     """
     if not callable(make):
         raise TypeError(f"assert_resumes_exactly takes a function, as in lambda: ds.loader(8), got {make!r:.60}")
-    cuts, items = _uninterrupted(make, epochs)
+    if callable(resume_with):
+        raise TypeError("resume_with takes a list of functions, as in [lambda: ds.loader(8, num_workers=2)]")
+    cuts, items = _uninterrupted(make, integer(epochs, "epochs", 1))
     wanted = range(len(cuts)) if steps is None else [step for step in steps if step < len(cuts)]
     checked = 0
     tails = steps if isinstance(steps, Mapping) else dict.fromkeys(wanted, tail)
@@ -69,6 +72,8 @@ def _uninterrupted(make: Make, epochs: int) -> tuple[list[tuple[int, Any, bool]]
     The moments: before the first item, after each item, and after each StopIteration.
     """
     source = make()
+    if not hasattr(source, "state_dict"):
+        raise TypeError(f"the function must return a loader or dataset, as in lambda: ds.loader(8), got {source!r:.60}")
     cuts: list[tuple[int, Any, bool]] = [(0, _through_json(source.state_dict()), False)]
     items: list[Any] = []
     for epoch in range(epochs + 1):

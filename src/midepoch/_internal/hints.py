@@ -8,6 +8,7 @@ from __future__ import annotations
 import difflib
 import functools
 import inspect
+import textwrap
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, TypeVar
 
@@ -26,9 +27,17 @@ def hinted(hints: Hints | None = None, name: str | None = None) -> Callable[[F],
 
     def decorate(function: F) -> F:
         called = name or function.__name__
+        places = function.__code__.co_varnames[: function.__code__.co_argcount]
+        simple = {key: kind for key, kind in function.__annotations__.items() if kind in ("bool", "float")}
 
         @functools.wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
+            if simple:
+                for key, value in (*zip(places, args, strict=False), *kwargs.items()):
+                    if key in simple and not _is_simple(value, simple[key]):
+                        expected = "True or False" if simple[key] == "bool" else "a number"
+                        hint = (hints or {}).get(key, "")
+                        raise TypeError(f"{called}({key}=…) takes {expected}, got {value!r:.60}. {hint}".rstrip())
             try:
                 return function(*args, **kwargs)
             except TypeError as problem:
@@ -43,6 +52,12 @@ def hinted(hints: Hints | None = None, name: str | None = None) -> Callable[[F],
         return call  # type: ignore[return-value]
 
     return decorate
+
+
+def _is_simple(value: Any, kind: str) -> bool:
+    if kind == "float":
+        return hasattr(value, "__float__") and not isinstance(value, bool)
+    return type(value).__name__ in ("bool", "bool_") or (isinstance(value, int) and value in (0, 1))
 
 
 def hinted_methods(hints: Mapping[str, Hints], only: Collection[str] | None = None) -> Callable[[C], C]:
@@ -82,7 +97,9 @@ def explained(
     takes_more = any(each.kind is inspect.Parameter.VAR_POSITIONAL for each in parameters.values())
     if given > len(positional) and not takes_more:
         keywords = [key for key, each in parameters.items() if each.kind is each.KEYWORD_ONLY]
-        rest = f" Pass {_listed(keywords)} by name." if keywords else ""
+        rest = f" Pass {_listed(keywords)} by name." if keywords else f" It takes {_listed(parameters)}."
+        if positional and "Sequence[" in str(parameters[positional[-1]].annotation):
+            rest = " Pass several as a list." + rest
         return f"{name}() takes {_count(len(positional))} by position, got {given}.{rest}"
     twice = [key for key in positional[:given] if key in kwargs]
     if twice:
@@ -101,7 +118,10 @@ def explained(
 
 def no_attribute(owner: str, name: str, names: Iterable[str], hints: Hints) -> AttributeError:
     """Return the error for an attribute that does not exist."""
-    hint = "" if name.startswith("_") else hints.get(name) or nearest(name, names, "{}")
+    names = tuple(names)
+    words = [name, *name.split("_")]
+    known = next((hints[word] for word in words if word in hints), "")
+    hint = "" if name.startswith("_") else known or nearest(name, names, "{}") or _all(names)
     return _attribute_error(f"{owner} has no attribute {name!r}.{' ' if hint else ''}{hint}", name)
 
 
@@ -122,6 +142,21 @@ def setter(owner: str, hints: Hints, remedy: str) -> Callable[[Any, str, Any], N
 def _attribute_error(text: str, name: str) -> AttributeError:
     """Return the error. Without an object, Python adds no suggestion of its own to a traceback."""
     return AttributeError(text, name=name, obj=None)
+
+
+def fixed(owner: str, remedy: str) -> Callable[[C], C]:
+    """Return a decorator of a class: setting a property that cannot be set raises AttributeError with the way out."""
+
+    def refuse(name: str, *_: Any) -> None:
+        raise AttributeError(f"{owner} does not change by {name} = …. {remedy}")
+
+    def decorate(cls: C) -> C:
+        for name, each in list(vars(cls).items()):
+            if isinstance(each, property) and each.fset is None:
+                setattr(cls, name, each.setter(functools.partial(refuse, name)))
+        return cls
+
+    return decorate
 
 
 class Elsewhere:
@@ -145,7 +180,14 @@ def _nearest(name: str, names: tuple[str, ...], form: str) -> str:
     public = [each for each in names if not each.startswith("_")]
     by_case = {each.lower(): each for each in public}
     found = difflib.get_close_matches(name.lower(), by_case, n=1, cutoff=0.7)
+    found = found or [word for word in name.lower().split("_") if len(word) > 3 and word in by_case]
     return f"Did you mean {form.format(by_case[found[0]])}?" if found else ""
+
+
+@functools.lru_cache(maxsize=16)
+def _all(names: tuple[str, ...]) -> str:
+    public = [name for name in names if not name.startswith("_")]
+    return textwrap.shorten(f"It has {', '.join(public)}", 400, placeholder=" …") + "." if public else ""
 
 
 def _listed(names: Iterable[str]) -> str:
@@ -176,6 +218,8 @@ def opener_of(given: Any) -> str | None:
         return "midepoch.from_arrow(table)"
     if isinstance(given, Mapping):
         found = opener_of(next(iter(given.values()), None))
+        if given and is_dataset(next(iter(given.values()))):
+            return None
         return f"{found} with one of them" if found and ".from_hf(" in found else "midepoch.from_dict(columns)"
     if isinstance(given, (list, tuple)) and given and all(isinstance(row, Mapping) for row in given[:3]):
         return "midepoch.from_list(rows)"
@@ -213,13 +257,17 @@ def instead(function: str, expected: str, given: Any) -> str:
     if isinstance(given, type):
         return f"{function} takes {expected}, got the class {given.__name__}. Create it first: {given.__name__}(…)."
     listed = isinstance(given, (list, tuple)) and given
-    got = f"{name_of(given)} of {name_of(given[0])}" if listed else name_of(given)
-    return f"{function} takes {expected}, got {got}. {remedy_for(given, function)}"
+    kinds = list(dict.fromkeys(map(name_of, given))) if listed else []
+    got = f"{name_of(given)} of {' and '.join(kinds)}" if kinds else name_of(given)
+    remedy = "Give all of them one type." if len(kinds) > 1 else remedy_for(given, function)
+    return f"{function} takes {expected}, got {got:.100}. {remedy}"
 
 
 def remedy_for(given: Any, function: str = "") -> str:
     """Return the sentence that says how an object becomes a dataset, if it was not an argument for ``function``."""
     opener = opener_of(given)
+    if isinstance(given, Mapping) and any(map(is_dataset, given.values())):
+        return f"Pass one of its datasets: [{next(iter(given))!r}]."
     if isinstance(given, str) or hasattr(given, "__fspath__"):
         return "Call midepoch.from_files(path), or midepoch.load_dataset(name, split=…)."
     if is_dataset(given):

@@ -176,7 +176,7 @@ class Ledger:
     """
 
     def __init__(self, folder: str | os.PathLike[str], *, name: str = "", attempt: str | None = None) -> None:
-        if not isinstance(folder, (str, os.PathLike)):
+        if not isinstance(folder, (str, os.PathLike)) or not os.fspath(folder):
             raise TypeError(f"audit takes the folder of a run, as in audit='runs/7', got {folder!r:.60}")
         text = os.fspath(folder)
         refuse_lost_slash(folder)

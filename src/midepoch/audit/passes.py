@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -197,6 +198,8 @@ class Generation:
 
 def ledger_folder(run: str | Path) -> Path:
     """Return the folder with the ledger of a run: itself, or ``ledger`` in it."""
+    if not isinstance(run, (str, os.PathLike)):
+        raise TypeError(f"expected the folder of a run, such as 'runs/7', got {run!r:.60}")
     given = Path(run).expanduser()
     for folder in (given, given / "ledger"):
         if any(folder.glob(f"*{SUFFIX}")):

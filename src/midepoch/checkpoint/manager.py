@@ -8,7 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
-from os import PathLike
+from os import PathLike, fspath
 from typing import TYPE_CHECKING, Any
 
 from midepoch._internal.hints import hinted_methods, no_attribute
@@ -48,8 +48,11 @@ HINTS = {
         "directory missing": "For example PipelineCheckpoint('checkpoints', keep=3).",
     },
     "save": _PARTS,
-    "restore": {**_PARTS, "step missing": "For the newest step, use restore_latest(loader, model, optimizer)."},
-    "restore_latest": _PARTS,
+    "restore": {
+        **_PARTS,
+        "step missing": "Pass it by name, restore(loader, step=7). For the newest step, use restore_latest(loader, …).",
+    },
+    "restore_latest": {**_PARTS, "step": "Use restore(loader, step=3)."},
 }
 
 ATTRIBUTES = {
@@ -93,7 +96,7 @@ class PipelineCheckpoint:
         timeout: float = 1800.0,
         storage_options: Mapping[str, Any] | None = None,
     ) -> None:
-        if not isinstance(directory, (str, PathLike)):
+        if not isinstance(directory, (str, PathLike)) or not fspath(directory):
             raise TypeError(f"PipelineCheckpoint takes a folder, such as 'checkpoints', got {directory!r:.60}")
         self._steps = Steps(open_store(directory, storage_options))
         self._keep = parse_keep(keep, "PipelineCheckpoint(keep=…)")
@@ -196,6 +199,12 @@ class PipelineCheckpoint:
             read = [manifest for manifest in manifests if (manifest.step, manifest.sequence) not in self._damaged]
             intact = [manifest for manifest in read if self._steps.is_complete(manifest)]
             dropped = set(rules.dropped(intact, time.time()))
+            if rules.metric and not any(isinstance(one.metadata.get(rules.metric), (int, float)) for one in intact):
+                _log.warning(
+                    "no step has a number %r in its metadata, so none is the best. Pass save(…, metadata={%r: loss}).",
+                    rules.metric,
+                    rules.metric,
+                )
             for manifest in manifests:
                 if manifest.step in dropped:
                     self._steps.remove(manifest.step, only=manifest)
@@ -318,7 +327,8 @@ class PipelineCheckpoint:
         """Remove a step."""
         self._background.wait()
         if integer(step, "delete") not in self._steps.numbers():
-            raise CheckpointNotFoundError(f"{self._steps.name} has no step {step}.")
+            there = ", ".join(map(str, self.steps())) or "none"
+            raise CheckpointNotFoundError(f"{self._steps.name} has no step {step}. Existing steps: {there}.")
         self._steps.remove(step)
 
     def wait(self) -> None:

@@ -194,8 +194,8 @@ class Keep:
             raise ValueError(f"Keep: give best and metric together, got best={self.best}, metric={self.metric!r}")
         if self.mode not in ("min", "max"):
             raise ValueError(f"Keep: mode is 'min' or 'max', got {self.mode!r}")
-        if self.hours is not None and not self.hours > 0:
-            raise ValueError(f"Keep: hours must be more than 0, got {self.hours}")
+        if self.hours is not None and not (isinstance(self.hours, (int, float)) and self.hours > 0):
+            raise ValueError(f"Keep: hours must be a number above 0, got {self.hours!r}")
 
     def dropped(self, intact: Sequence[Manifest], now: float) -> list[int]:
         """Return the steps that no rule keeps, of the intact ones in commit order. The newest is always kept."""

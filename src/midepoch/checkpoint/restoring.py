@@ -47,7 +47,9 @@ class Step:
         name = f"{part}.json"
         if not self.has(part):
             parts = ", ".join(sorted(map(str, self.manifest.parts))) or "nothing"
-            raise CheckpointNotFoundError(f"step {self.manifest.step} was saved without {part}. It has: {parts}.")
+            raise CheckpointNotFoundError(
+                f"step {self.manifest.step} was saved without {part}. It has: {parts}. Omit the rest."
+            )
         try:
             source = self.steps.source(self.manifest, name)
             return json.loads(bytes(files.read_verified(source, self.manifest.files[name], name)))

@@ -141,7 +141,7 @@ def open_store(directory: str | os.PathLike[str], storage_options: Mapping[str, 
     from midepoch.checkpoint.local import LocalStore
 
     if storage_options:
-        raise ValueError(f"storage_options were given, but {address!r} is a local folder")
+        raise ValueError(f"storage_options were given, but {address!r} is a local folder. Omit them.")
     return LocalStore(unquote(address.removeprefix("file://")) if address.startswith("file://") else directory)
 
 

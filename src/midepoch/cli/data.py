@@ -160,9 +160,12 @@ def made_by(name: str) -> Dataset | Loader:
         raise ValueError(f"--dataset takes package.module:function or file.py:function, got {name!r}")
     if module.endswith(".py"):
         if not os.path.isfile(module):
-            raise DataNotFoundError(f"there is no file {module}.")
+            raise DataNotFoundError(f"there is no file {module}. Check the path.")
         sys.path.insert(0, str(Path(module).resolve().parent))
-        factory = runpy.run_path(module, run_name="midepoch_cli").get(function)
+        try:
+            factory = runpy.run_path(module, run_name="midepoch_cli").get(function)
+        except ModuleNotFoundError as problem:
+            raise ValueError(f"{module} imports {problem.name}, which is not installed here. Install it.") from None
     else:
         sys.path.insert(0, os.getcwd())
         try:

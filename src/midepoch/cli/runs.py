@@ -245,7 +245,9 @@ def report(
     from midepoch.tools.report import collect, render
 
     if not output.parent.is_dir():
-        raise DataNotFoundError(f"there is no folder {output.parent} to write {output.name} to.")
+        raise DataNotFoundError(f"there is no folder {output.parent} to write {output.name} to. Create it first.")
+    if output.is_dir():
+        raise ValueError(f"{output} is a folder. Name a file in it: -o {output / 'report.html'}.")
     is_run = all(map(_is_run, target))
     if is_run and (shuffle, scope, window) != (None, None, None):
         raise ValueError("a run already has an order: --shuffle, --scope and --window are for data only")

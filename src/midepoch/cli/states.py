@@ -132,7 +132,10 @@ def _of_midepoch(where: str, step: int | None, part: str | None) -> Chosen:
     saved = PipelineCheckpoint(where, rank=0, world_size=1)
     latest = saved.latest_step()
     if latest is None:
-        raise CheckpointNotFoundError(f"there is no checkpoint in {Address(where)}{_contents(where)}.")
+        raise CheckpointNotFoundError(
+            f"there is no checkpoint in {Address(where)}{_contents(where)}. Pass the folder that PipelineCheckpoint "
+            "was given; data goes to --data."
+        )
     if step is not None:
         return Chosen(_read(saved, where, step, part), step, where)
     older = [number for number in reversed(saved.steps()) if number != latest]

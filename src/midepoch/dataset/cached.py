@@ -7,7 +7,6 @@ import logging
 import os
 from contextlib import closing, suppress
 from dataclasses import dataclass, fields, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
@@ -23,7 +22,7 @@ from midepoch.pipeline.leaf import Leaf
 from midepoch.pipeline.node import Mix, Node, Slice
 from midepoch.pipeline.spec import PipelineSpec
 from midepoch.sources import Source
-from midepoch.storage.cache_files import LockFile, default_index_dir, make_private, sweep
+from midepoch.storage.cache_files import LockFile, default_index_dir, make_private, named_folder, sweep
 from midepoch.transforms.encode import NAME_COLUMNS, Tokenize
 from midepoch.transforms.formats import ITEMS
 from midepoch.transforms.function import Function
@@ -41,9 +40,8 @@ _ROOM = "What was written is kept: make room, or choose another folder with cach
 def cached(ds: Dataset, directory: str | os.PathLike[str] | None, num_workers: int, key: str | None) -> PipelineSpec:
     """Write the rows of a dataset unless they are there, and return the pipeline that reads them."""
     _check(ds)
-    if directory is not None and not os.fspath(directory):
-        raise ValueError("cache(directory): the name of the folder is empty.")
-    root = default_index_dir() / "cached" if directory is None else Path(os.path.expanduser(directory)).absolute()
+    chosen = default_index_dir() / "cached" if directory is None else named_folder(directory, "cache(directory)")
+    root = chosen.absolute()
     folder = root / _key(ds.pipeline, key)
     if not (folder / parts.COMPLETE).exists():
         writer = _Writer(ds, PartWriter(folder, "cache", _ROOM), num_workers)

@@ -78,9 +78,11 @@ def mix(
     try:
         chosen = [1.0] * len(parts) if weights is None else [float(weight) for weight in weights]
     except (TypeError, ValueError):
-        raise TypeError(f"mix: weights are numbers, such as 0.7 and 0.3, got {weights!r:.60}") from None
+        raise TypeError(f"mix: weights are numbers in a list or dict, [0.7, 0.3], got {weights!r:.60}") from None
     if len(chosen) != len(parts):
-        raise ValueError(f"mix: {len(chosen)} weights for {len(parts)} sources")
+        raise ValueError(
+            f"mix: {len(chosen)} weights for {len(parts)} sources. Give each source a weight; 0 pauses it."
+        )
     if not all(math.isfinite(weight) and weight >= 0 for weight in chosen) or not any(chosen):
         raise ValueError(f"mix: weights must be 0 or more, and at least one above 0, got {chosen}")
     for number, (part, weight) in enumerate(zip_(parts, chosen, strict=True)):
@@ -169,7 +171,7 @@ def zip(sources: Sequence[Any], *others: Any) -> Dataset:  # noqa: A001  (the na
 
 def _parts(sources: Any, what: str) -> tuple[Node, ...]:
     if not isinstance(sources, (list, tuple)) or not sources:
-        found = "several arguments" if sources is None else f"{sources!r:.60}"
+        found = "several arguments, or None" if sources is None else f"{sources!r:.60}"
         raise TypeError(f"{what} takes a list of datasets, {what}([a, b]), got {found}")
     return tuple(_node_of(source) for source in sources)
 

@@ -47,6 +47,7 @@ METHODS: dict[str, dict[str, str]] = {
         **_STORED,
     },
     "loader": {
+        **dict.fromkeys(("epochs", "num_epochs"), "Iterate the loader once for each epoch."),
         "shuffle": "Shuffle the dataset: ds.shuffle(seed=…).loader(…). The order changes every epoch.",
         "sampler": "The order belongs to the dataset: ds.shuffle(seed=…) for RandomSampler, ds.weighted(weights, "
         "num_samples=…) for WeightedRandomSampler, ds.weighted(np.ones(len(ds))) for RandomSampler(replacement=True), "
@@ -79,6 +80,7 @@ METHODS: dict[str, dict[str, str]] = {
     },
     "train_test_split": {
         "stratify": "Did you mean stratify_by_column=?",
+        "shuffle": "For 3 parts, split twice.",
         "generator": _SEEDED,
         **_STORED,
     },
@@ -103,6 +105,7 @@ METHODS: dict[str, dict[str, str]] = {
         **_STORED,
     },
     "with_format": {
+        "dtype": "Use ds.cast({'label': 'float32'}).",
         "output_all_columns": "All columns are delivered unless columns=[…] selects some.",
         "device": 'Use ds.loader(batch_size, device="cuda").',
         "format": "Did you mean type=?",
@@ -322,6 +325,7 @@ OPEN = {
         "workersplitter": "Ranks and workers are detected, and share the rows equally: omit it.",
         "resampled": "Use from_files(…).weighted(…) to draw rows with replacement, or omit it.",
         "handler": "Use on_error='skip'.",
+        "limit": "Use from_files(…).take(100).",
     },
     "from_tokens": {
         "block_size": "Did you mean sequence_length=?",

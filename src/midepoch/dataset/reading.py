@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from midepoch._internal.hints import no_attribute
 from midepoch._internal.progress import shown
 from midepoch.dataset.steps import with_classes
 from midepoch.errors import ColumnError
@@ -127,19 +128,19 @@ def by_number(self: D) -> RandomAccess:
 
 def unique(self: D, column: str) -> list[Any]:
     """Return the different values of a column, in the order in which they occur. Reads the column once."""
-    return _unique(self, column, self.pipeline)
+    return _unique(self, column, self.pipeline, "unique")
 
 
-def _unique(self: D, column: str, spec: PipelineSpec) -> list[Any]:
+def _unique(self: D, column: str, spec: PipelineSpec, what: str) -> list[Any]:
     import pyarrow.compute as pc
 
     found: pa.Array | None = None
-    for table in _tables(self, spec, column):
+    for table in _tables(self, spec, column, what):
         values = table.column(0)
         kind = values.type if found is None else common_type(found.type, values.type)
         if kind is None or kind.num_fields:
             raise ColumnError(
-                f"unique: column {column!r} contains {'values of several types' if kind is None else kind}. Map it "
+                f"{what}: column {column!r} contains {'values of several types' if kind is None else kind}. Map it "
                 "to numbers or texts first."
             )
         chunks = [chunk.cast(kind) for chunk in (*([] if found is None else [found]), *values.chunks)]
@@ -184,14 +185,15 @@ def class_encode_column(self: D, column: str) -> D:
 
     The classes are the sorted values, and are then ``ds.features[column].names``.
     """
-    values = _unique(self, column, replace(self.pipeline, shard=Shard()))  # the same classes on all ranks
+    spec = replace(self.pipeline, shard=Shard())  # the same classes on all ranks
+    values = _unique(self, column, spec, "class_encode_column")
     return with_classes(self, column, tuple(sorted({str(value) for value in values if value is not None})))
 
 
-def _tables(self: D, spec: PipelineSpec, column: str | None = None) -> Iterator[pa.Table]:
+def _tables(self: D, spec: PipelineSpec, column: str | None = None, what: str = "") -> Iterator[pa.Table]:
     """Yield all rows as tables, in the order of iteration, whatever the cursor."""
     if column is not None and self._columns is not None:
-        check_columns([column], self._columns, "unique")
+        check_columns([column], self._columns, what)
     ds = type(self)(replace(spec, format="arrow"), Cursor(self.epoch))
     if column is not None:
         ds = ds.select_columns(column)
@@ -254,11 +256,23 @@ class Column(Sequence[Any]):
     def __len__(self) -> int:
         return len(self._dataset)
 
-    def _compare(self, other: Any) -> Any:
-        hint = f"ds.filter(pyarrow.compute.field({self.name!r}) > {other!r:.20})"
-        raise TypeError(f"a column cannot be compared as a whole. To choose rows, use {hint}.")
+    def _refuse(self, other: Any, sign: str = ">") -> Any:
+        hint = f"ds.filter(pyarrow.compute.field({self.name!r}) {sign} {other!r:.20})"
+        raise TypeError(
+            f"a column is not computed with or compared as a whole. To choose rows, use {hint}; for an array of all "
+            f"values, np.asarray(ds[{self.name!r}])."
+        )
 
-    __lt__ = __le__ = __gt__ = __ge__ = _compare
+    __lt__ = __le__ = __gt__ = __ge__ = __add__ = __radd__ = __sub__ = __mul__ = __rmul__ = __truediv__ = _refuse
+    __hash__ = Sequence.__hash__
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, (list, tuple, Column)):
+            return self is other or list(self) == list(other)
+        return bool(self._refuse(other, "=="))
+
+    def __getattr__(self, name: str) -> Any:
+        raise no_attribute("a column", name, (), {name: "Its values are column[:], or np.asarray(column)."})
 
     @overload
     def __getitem__(self, key: int) -> Any: ...
@@ -324,7 +338,7 @@ def column_values(dataset: Dataset, column: str, what: str) -> pa.ChunkedArray:
     if dataset._columns is not None:
         check_columns([column], dataset._columns, what)
     ds = in_order(dataset)
-    tables = list(_tables(ds, ds.pipeline, column))
+    tables = list(_tables(ds, ds.pipeline, column, what))
     values = pa.concat_tables(tables, promote_options="permissive").column(0) if tables else pa.chunked_array([[]])
     if len(values) != len(ds):
         raise ColumnError(

@@ -38,6 +38,8 @@ def slice(  # noqa: A001  (the name of the method)
     before steps that change the number of rows.
     """
     chosen = selection_of(self, "slice")
+    if step is not None and (not hasattr(step, "__index__") or step == 0):
+        raise ValueError(f"slice(step=…) takes an integer that is not 0, got {step!r:.60}. Omit it for all rows.")
     first, last = (bound_of(bound, len(chosen)) for bound in (start, stop))
     return with_selection(self, chosen.slice(first, last, step))
 
@@ -91,8 +93,6 @@ def train_test_split(
     ``stratify_by_column``: both parts have the values of this column in the proportions of the data, rounded to
     rows. The column is read once.
     """
-    if shuffle not in (True, False):
-        raise TypeError(f"train_test_split(shuffle=…) takes True or False, got {shuffle!r}. For 3 parts, split twice.")
     chosen = selection_of(self, "train_test_split")
     train, test = split_sizes(len(chosen), train_size, test_size)
     if stratify_by_column is not None:
@@ -100,7 +100,7 @@ def train_test_split(
             raise ValueError("train_test_split: stratify_by_column draws rows at random. Omit shuffle=False.")
         drawn = Bijection(len(chosen), derive(check_seed(0 if seed is None else seed), 0, "split"))
         parts = stratified(drawn, strata(self, stratify_by_column, "train_test_split"), train, test)
-        return {SplitName(name): with_selection(self, chosen.select(rows)) for name, rows in parts.items()}
+        return Splits({SplitName(name): with_selection(self, chosen.select(rows)) for name, rows in parts.items()})
     if not shuffle:
         first, last = chosen.slice(0, train), chosen.slice(train, train + test)
     else:
@@ -110,7 +110,17 @@ def train_test_split(
         if train + test < len(chosen):
             others = drawn(np.arange(test + train, len(chosen), dtype=np.int64))
             first = chosen.without(np.sort(np.concatenate([rows, others])))
-    return {SplitName("train"): with_selection(self, first), SplitName("test"): with_selection(self, last)}
+    return Splits({SplitName("train"): with_selection(self, first), SplitName("test"): with_selection(self, last)})
+
+
+class Splits(dict[str, Any]):
+    """The parts of a dataset by their names."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"a dict of splits has no attribute {name!r}. Use one of them: parts['train'].")
+
+    def __missing__(self, name: object) -> Any:
+        raise KeyError(f"there is no split {name!r}. There are: {', '.join(self)}. For 3 parts, split twice.")
 
 
 class SplitName(str):
@@ -241,12 +251,12 @@ def shard(self: D, num_shards: int, index: int, mode: str = "auto") -> D:
     spec = self.pipeline
     if spec.shard.count > 1:
         raise ValueError(f"the dataset is already shard {spec.shard.index} of {spec.shard.count}")
-    shard = Shard(index, num_shards)
+    shard = Shard(integer(index, "shard(index=…)"), integer(num_shards, "shard(num_shards=…)", 1))
     check_agreed(spec.seed_alone, num_shards)
     if spec.numbered is None:
         return self._derive(replace(spec, shard=shard))
     if num_shards > spec.numbered > 0:
-        raise ValueError(f"{spec.numbered} rows cannot be split into {num_shards} shards")
+        raise ValueError(f"{spec.numbered} rows cannot be split into {num_shards} shards. Use at most {spec.numbered}.")
     by_file = mode == "file" or (mode == "auto" and spec.files >= num_shards > 1)
     # A loaded position refers to the lanes of its state: they stay. So do lanes that were given.
     kept = self._iteration.start.begun or spec.lanes_chosen

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -45,6 +45,8 @@ _log = logging.getLogger("midepoch")
 
 def names_of(names: str | Sequence[str]) -> tuple[str, ...]:
     """Return a name, or several, as a tuple."""
+    if isinstance(names, Mapping) or not isinstance(names, Iterable):
+        raise TypeError(f"expected names of columns, got {names!r:.60}. To give columns new names, use rename_columns.")
     return (names,) if isinstance(names, str) else tuple(names)
 
 
@@ -62,6 +64,8 @@ def rename_columns(self: D, column_mapping: Mapping[str, str]) -> D:
     """Rename columns."""
     if not isinstance(column_mapping, Mapping):
         raise TypeError(f"rename_columns takes {{old: new}}, got {column_mapping!r:.60}")
+    if wrong := [name for name in column_mapping.values() if not isinstance(name, str) or not name]:
+        raise TypeError(f"rename_columns: a name of a column is a text that is not empty, got {wrong[0]!r:.60}")
     return self._with_step(RenameColumns(tuple(column_mapping.items())))
 
 
@@ -138,9 +142,10 @@ def map(  # noqa: A001  (the name of the method)
     if not one_to_one and not batched:
         raise ValueError("one_to_one=False requires batched=True. Use flat_map for a function of one row.")
     step = Map(
-        **function_arguments(self, function, "map", batched, batch_size, with_indices, with_generator, input_columns),
+        **function_arguments(
+            self, function, "map", batched, batch_size, with_indices, with_generator, input_columns, fn_kwargs
+        ),
         remove_columns=names_of(remove_columns or ()),
-        fn_kwargs=dict(fn_kwargs or {}),
         seed_globals=seed_globals,
         on_error=_on_error(on_error),
         one_to_one=one_to_one,
@@ -190,9 +195,8 @@ def filter(  # noqa: A001
         return self._with_step(FilterExpression(condition))
     step = FilterRows(
         **function_arguments(
-            self, condition, "filter", batched, batch_size, with_indices, with_generator, input_columns
+            self, condition, "filter", batched, batch_size, with_indices, with_generator, input_columns, fn_kwargs
         ),
-        fn_kwargs=dict(fn_kwargs or {}),
         seed_globals=seed_globals,
         on_error=_on_error(on_error),
     )
@@ -212,8 +216,9 @@ def flat_map(
 ) -> D:
     """Replace each row by the rows that a function returns (a list of dicts, possibly empty)."""
     step = FlatMap(
-        **function_arguments(self, function, "flat_map", False, 1, with_indices, with_generator, input_columns),
-        fn_kwargs=dict(fn_kwargs or {}),
+        **function_arguments(
+            self, function, "flat_map", False, 1, with_indices, with_generator, input_columns, fn_kwargs
+        ),
         seed_globals=seed_globals,
         on_error=_on_error(on_error),
     )
@@ -366,9 +371,8 @@ def pack(
     A row has ``column``, ``position_ids`` (from 0 in every document), ``segment_ids`` (1, 2, … for the documents, 0
     for padding), the ``extra`` columns and, if requested, ``cu_seqlens`` (the bounds of the documents).
     """
-    for name, value in (("labels", labels), ("mask_first", mask_first)):
-        if not isinstance(value, bool):
-            raise TypeError(f"pack({name}=…) must be True or False, got {value!r:.60}")
+    if not isinstance(column, str):
+        raise TypeError(f"pack takes the name of one column, got {column!r:.60}. Others go into extra={{name: pad}}.")
     schedule = None
     if length is None:
         schedule = _lengths_of(self.pipeline.node, strategy)
@@ -383,7 +387,7 @@ def pack(
         drop_remainder,
         cu_seqlens,
         integer(window, "pack(window=…)", 1),
-        None if dtype is None else np.dtype(dtype).name,
+        None if dtype is None else _dtype(dtype),
         labels,
         mask_first,
         schedule,
@@ -407,8 +411,11 @@ def function_arguments(
     with_indices: bool,
     with_generator: bool | str,
     input_columns: str | Sequence[str] | None,
+    fn_kwargs: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Check the arguments that maps and filters have in common."""
+    if not isinstance(fn_kwargs, Mapping | None):
+        raise TypeError(f"{kind}(fn_kwargs=…) takes a dict of arguments by name, got {fn_kwargs!r:.60}")
     if not callable(function):
         expression = " or a pyarrow expression" if kind == "filter" else ""
         mask = kind == "filter" and hasattr(function, "dtype")
@@ -445,6 +452,7 @@ def function_arguments(
         "with_indices": with_indices,
         "with_generator": _generator(with_generator),
         "input_columns": used,
+        "fn_kwargs": dict(fn_kwargs or {}),
         "input_format": self._input_format,
     }
 
@@ -469,6 +477,13 @@ def _extra(given: Any) -> dict[str, int]:
         example = ", ".join(f"{name!r}: {-100 if name == LABELS else 0}" for name in names)
         raise TypeError(f"pack(extra=…) takes columns and their padding values, extra={{{example}}}, got {given!r:.60}")
     return {name: _integer(value, f"extra {name}") for name, value in given.items()}
+
+
+def _dtype(given: Any) -> str:
+    try:
+        return str(np.dtype(given).name)
+    except TypeError:
+        raise TypeError(f"pack(dtype=…) takes a type of integers, such as 'int32', got {given!r:.60}") from None
 
 
 def _integer(value: Any, what: str) -> int:

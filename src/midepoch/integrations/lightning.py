@@ -53,6 +53,8 @@ class ResumableData(pl.LightningDataModule):  # type: ignore[misc]
                     "DataModule, and rows would be lost or repeated. Use a checkpoint that was written with it."
                 )
             loader = self._make_train()
+            if not isinstance(loader, Loader):
+                raise TypeError(f"ResumableData(train=…) must return a loader, as of ds.loader(32), got {loader!r:.60}")
             self._check_ranks(loader)
             check_equal_epochs(loader, "Lightning", "")
             self._train, self._fitted_by = _Passes(loader, self._trained, self._counted), self.trainer

@@ -220,16 +220,19 @@ class RandomAccess:
 
     def get(self, key: Any, epoch: int, count: int) -> Any:
         """Return a row of ``count``, or the columns of several."""
-        if isinstance(key, (int, np.integer)) and not isinstance(key, bool):
+        if np.ndim(key) == 0 and hasattr(key, "__index__") and not isinstance(key, (bool, np.bool_)):
+            key = key.__index__()
             if not -count <= key < count:
                 raise IndexError(f"row {key} is out of range: there are {count} rows")
             found = self._engine.rows(self._at(epoch, np.array([key % count])))
             if not found:
                 raise IndexError(f"row {key} is skipped under on_error='skip'")
             return found[0]
-        if isinstance(key, slice):
+        if isinstance(key, slice) and all(
+            at is None or hasattr(at, "__index__") for at in (key.start, key.stop, key.step)
+        ):
             return self._engine.columns(self._at(epoch, np.arange(*key.indices(count), dtype=np.int64)))
-        if not isinstance(key, (list, tuple, range, np.ndarray)) or np.ndim(key) != 1:
+        if not (isinstance(key, (list, tuple, range)) or hasattr(key, "__array__")) or np.ndim(key) != 1:
             raise TypeError(f"rows are indexed by an integer, a slice or a list of integers, got {key!r}")
         rows = Selection.of_ranges([(0, count)]).select(np.asarray(key))
         return self._engine.columns(self._at(epoch, rows.source_rows(np.arange(len(rows)))))

@@ -170,8 +170,10 @@ def collated(batch: Batch, kind: str, options: Options, generators: Generators, 
     try:
         value = generators.run("collate_fn", ("collate", 0, epoch), collate, repeatable=can_repeat(batch))
     except Exception as problem:  # a StopIteration would end the epoch silently
+        gets = "a dict of columns" if options.collate_columns else "a list of rows"
+        hint = f". It gets {gets}." if isinstance(problem, (TypeError, KeyError, IndexError, AttributeError)) else ""
         raise MapError(
-            f"collate_fn failed on a batch of {len(batch)} rows{where}: {type(problem).__name__}: {problem}"
+            f"collate_fn failed on a batch of {len(batch)} rows{where}: {type(problem).__name__}: {problem}{hint}"
         ) from problem
     return value if options.context is None or options.collate_columns else _split(value, options)
 

@@ -25,11 +25,11 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from midepoch._internal.hints import hinted_methods
+from midepoch._internal.hints import hinted_methods, no_attribute
 from midepoch._internal.processes import PREFIX
 from midepoch.audit.ledger import Ledger
 from midepoch.errors import LeaseError
@@ -235,6 +235,14 @@ class Lease:
     def reject(self) -> bool:
         """Acknowledge the batch as rejected, as by dynamic filtering. It is never delivered again."""
         return self._owner.ack(self.id, True)
+
+    if not TYPE_CHECKING:  # a type checker would allow every name
+
+        def __getattr__(self, name: str) -> Any:
+            raise no_attribute("a lease", name, ("ack", "reject", "batch", "id"), {})
+
+        def __getitem__(self, key: Any) -> None:
+            raise TypeError(f"a lease is not its batch. Use lease.batch[{key!r:.60}].")
 
     def __repr__(self) -> str:
         return f"Lease({self.id})"

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from midepoch._internal.hints import no_attribute
 from midepoch.audit.records import LeaseSteps
 from midepoch.errors import MidepochError
 from midepoch.loader import state as states
@@ -40,6 +41,12 @@ class LeaseItems:
         self._acked = EMPTY
         self._first = 0  # number of its first step, in lanes
         self._left: int | None = None  # leases until the next multiple of steps_per_epoch
+
+    if not TYPE_CHECKING:  # a type checker would allow every name
+
+        def __getattr__(self, name: str) -> Any:
+            hints = dict.fromkeys(("ack", "reject", "batch", "id"), "It iterates leases, which have it: next(items).")
+            raise no_attribute("the block of lease()", name, dir(type(self)), hints)
 
     def __enter__(self) -> LeaseItems:
         if self._book.open:

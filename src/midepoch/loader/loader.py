@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 
 from midepoch._internal import html
-from midepoch._internal.hints import hinted_methods, no_attribute
+from midepoch._internal.hints import fixed, hinted_methods, no_attribute
 from midepoch._internal.progress import Bar
 from midepoch._internal.resumable import Resumable
 from midepoch._internal.values import integer
@@ -49,6 +49,7 @@ _log = logging.getLogger("midepoch")
 Self = TypeVar("Self", bound="Loader")
 
 
+@fixed("a Loader", "Make another: ds.loader(…). A state of this one can be loaded into it.")
 @hinted_methods(HINTS, only=HINTED)
 class Loader(Resumable):
     """Batches of a dataset, epoch after epoch. Created by ``Dataset.loader``.

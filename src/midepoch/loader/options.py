@@ -107,8 +107,6 @@ def ahead_for(batch_bytes: float) -> int:
 
 def last_batch_of(drop_last: bool, last_batch: str | None) -> str | None:
     """Return the treatment of the last global batch, by the two arguments for it."""
-    if drop_last not in (True, False):
-        raise TypeError(f"loader(drop_last=…) takes True or False, got {drop_last!r}")
     if drop_last and last_batch not in (None, "drop"):
         raise ValueError(f"drop_last=True and last_batch={last_batch!r} contradict each other. Omit one of them.")
     return "drop" if drop_last else last_batch

@@ -34,8 +34,6 @@ ROWS, PACKED = "rows", "packed"
 
 def provenance_of(spec: PipelineSpec, wanted: Any) -> str:
     """Return the kind of provenance of batches, or "" for none. Raise ColumnError if columns have the same names."""
-    if not isinstance(wanted, bool):
-        raise TypeError(f"loader(provenance=…) takes True or False, got {wanted!r:.60}")
     if not wanted:
         return ""
     if (sources := len(spec.node.leaves)) > MOST_SOURCES:

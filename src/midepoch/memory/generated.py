@@ -72,7 +72,7 @@ def from_generator(
             seeds.set(0)
             rows = writer.write_all(map(writer.fitted, _tables(name, function, given, schema)), report)
             if not rows:  # not stored: it may yield some next time
-                raise DataNotFoundError(f"from_generator: {name} yields no rows.")
+                raise DataNotFoundError(f"from_generator: {name} yields no rows. Check what it reads.")
             return rows
 
         return Generators().run("from_generator", ("functions", 0, 0), run, repeatable=False)
@@ -211,7 +211,7 @@ def _length(dataset: Any) -> int:
         raise TypeError(f"from_map_style takes {expected}, got {type(dataset).__name__} without {lacks}.")
     length = len(dataset)
     if not length:
-        raise DataNotFoundError(f"from_map_style: {type(dataset).__name__} is empty.")
+        raise DataNotFoundError(f"from_map_style: {type(dataset).__name__} is empty. Check what it was made from.")
     return length
 
 

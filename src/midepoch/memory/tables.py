@@ -31,7 +31,7 @@ from midepoch.pipeline.leaf import Leaf
 from midepoch.pipeline.spec import PipelineSpec
 from midepoch.sources import Source
 from midepoch.sources.schemas import plain_array, plain_schema, taken, without_views
-from midepoch.storage.cache_files import LockFile, default_index_dir, make_private, sweep, temporary_path
+from midepoch.storage.cache_files import LockFile, default_index_dir, make_private, named_folder, sweep, temporary_path
 from midepoch.transforms.arrow_values import plain_values
 from midepoch.transforms.columns import types_by_name
 
@@ -316,11 +316,7 @@ Write = Callable[[PartWriter, Progress], int]
 
 def folder_for(kind: str, given: str | os.PathLike[str] | None) -> Path:
     """Return the folder for rows of a kind: that of the user, or one in the cache."""
-    if given is None:
-        return default_index_dir() / kind
-    if not os.fspath(given):
-        raise ValueError("cache_dir: the name of the folder is empty.")
-    return Path(os.path.expanduser(given)).absolute()
+    return default_index_dir() / kind if given is None else named_folder(given, "cache_dir").absolute()
 
 
 def stored(root: Path, name: str, what: str, write: Write, *, expires: bool) -> Source:

@@ -12,6 +12,7 @@ from typing import Any
 from midepoch._internal.hints import hinted
 from midepoch._internal.progress import shown
 from midepoch.dataset import Dataset, habits
+from midepoch.dataset.steps import names_of
 from midepoch.errors import DataNotFoundError
 from midepoch.order import Order, Selection
 from midepoch.pipeline.leaf import Leaf
@@ -35,7 +36,7 @@ from midepoch.sources.splits import (
 )
 from midepoch.storage.address import Address, is_address
 from midepoch.storage.addresses import check_utf8
-from midepoch.storage.cache_files import default_index_dir
+from midepoch.storage.cache_files import default_index_dir, named_folder
 from midepoch.storage.stores import Retry, Store
 
 DEFAULT_CACHE_BYTES = 4 << 30
@@ -84,7 +85,7 @@ def from_files(
     """
     if partitioning not in (None, "hive"):
         raise ValueError(f"partitioning must be None or 'hive', got {partitioning!r}")
-    names = [columns] if isinstance(columns, str) else columns
+    names = None if columns is None else list(names_of(columns))
     opening = Opening(names, cache_dir, cache_bytes, index_dir, force_reindex, on_error)
     texts = paths_of(paths)
     where = {"storage_options": storage_options, "filesystem": filesystem, "retry": retry}
@@ -117,9 +118,10 @@ def cache_spec(cache_dir: PathLike | None, cache_bytes: int) -> CacheSpec:
 
 def local_folder(given: PathLike, what: str) -> Path:
     """Return a local folder. Raise ValueError for an address."""
+    folder = named_folder(given, what)
     if is_address(given):
         raise ValueError(f"{what} must be a local folder, got the address {Address(os.fspath(given))}")
-    return Path(os.path.expanduser(given))
+    return folder
 
 
 @hinted(habits.OPEN["load_from_disk"])

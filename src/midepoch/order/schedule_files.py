@@ -44,6 +44,8 @@ def read(path: str | os.PathLike[str]) -> Any:
 def write(path: str | os.PathLike[str], value: Any) -> None:
     """Write a JSON-able value to a .yaml, .yml or .json file: readers see the complete old file or the new one."""
     file = _checked(path)
+    if not file.parent.is_dir():
+        raise DataNotFoundError(f"there is no folder {file.parent} to write {file.name} to. Create it first.")
     text = json.dumps(value, indent=2, ensure_ascii=False) + "\n"
     if file.suffix.lower() in _YAML:
         yaml = _yaml(file)
@@ -54,7 +56,7 @@ def write(path: str | os.PathLike[str], value: Any) -> None:
 
 
 def _checked(path: str | os.PathLike[str]) -> Path:
-    file = Path(path).expanduser()
+    file = Path(path if isinstance(path, os.PathLike) else str(path)).expanduser()
     if file.suffix.lower() not in _SUFFIXES:
         raise ValueError(f"expected a file that ends with {', '.join(_SUFFIXES)}, got {file}")
     return file

@@ -14,6 +14,12 @@ import numpy.typing as npt
 Int64Array = npt.NDArray[np.int64]
 
 
+def _instead_of(rows: Any) -> str:
+    ways = {"slice": "a range, use ds.slice(start, stop)", "function": "a condition, use ds.filter(function)"}
+    ways["NoneType"] = "all rows, omit it"
+    return f"For {ways.get(type(rows).__name__, f'one row, use ds[{rows!r:.60}]')}."
+
+
 @dataclass(frozen=True)
 class Shard:
     """One of ``count`` equal shards of the positions: those that are ``index`` modulo ``count``.
@@ -149,14 +155,14 @@ class Selection:
         if isinstance(rows, range) and rows.step == 1 and 0 <= rows.start <= rows.stop <= len(self):
             return self.slice(rows.start, rows.stop)
         if not isinstance(rows, Iterable):
-            raise TypeError(f"select takes a list of row numbers, got {rows!r}. For one row, use ds[{rows!r}].")
-        picks = np.asarray(rows if isinstance(rows, np.ndarray) else list(rows))
+            raise TypeError(f"select takes a list of row numbers, got {rows!r:.60}. {_instead_of(rows)}")
+        picks = np.asarray(rows if hasattr(rows, "__array__") else list(rows))
         if picks.ndim != 1:
             raise TypeError(f"select takes a list of row numbers, got an array of shape {picks.shape}")
         if picks.dtype == np.bool_:
             raise TypeError("select takes row numbers, got a mask of booleans. Pass np.flatnonzero(mask).")
         if len(picks) and not np.issubdtype(picks.dtype, np.integer):
-            remedy = ". For columns, use select_columns([…])." if picks.dtype.kind == "U" else ""
+            remedy = ". For columns, use select_columns([…])." if picks.dtype.kind in "UO" else ""
             raise TypeError(f"select takes integers, got values of type {picks.dtype}{remedy}")
         picks = picks.astype(np.int64)
         if len(picks) and (picks.min() < -len(self) or picks.max() >= len(self)):

@@ -148,6 +148,8 @@ def check_path(given: Any, within: Any = None) -> str:
     if not isinstance(path, str):
         raise TypeError(_not_a_path(given if within is None else within))
     refuse_lost_slash(given)
+    if not path:
+        raise ValueError("a path is empty. Pass the path of a file or folder, '.' for the current folder.")
     if path.startswith("pipe:"):
         raise ValueError(f"commands are not run, got {path[:60]!r}. Pass the address itself, for example s3://….")
     return path

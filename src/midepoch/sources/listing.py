@@ -36,7 +36,11 @@ def nearest(store: Store, path: str) -> str:
         folder = os.path.dirname(folder)
     names = sorted(name for name in os.listdir(folder) if not name.startswith("."))
     held = ", ".join(names[:5]) + (", …" if len(names) > 5 else "")
-    return f"The folder {folder} exists and contains {held or 'nothing'}."
+    address = re.match(r"(s3|gs|gcs|az|abfs|hf|https?):/*", os.path.relpath(path))
+    hint = f" For an address, write {address[1]}://…." if address else ""
+    if folder == os.getcwd() and re.fullmatch(r"[\w.-]+/[\w-]+", os.path.relpath(path)):
+        hint = " For a dataset of the Hugging Face Hub, use midepoch.load_dataset(name, split=…)."
+    return f"The folder {folder} exists and contains {held or 'nothing'}.{hint}"
 
 
 class Lookups:

@@ -315,12 +315,15 @@ def format_of_bytes(start: bytes) -> str | None:
     return next((kind for magic, kind in _MAGIC.items() if start.startswith(magic)), None)
 
 
-def not_the_data(start: bytes) -> str | None:
-    """Return the sentence about a file that stands for the data, from its first bytes. None if it may be the data."""
+def not_the_data(start: bytes, expected: str = "") -> str | None:
+    """Return the sentence about a file that is no data of this format, from its first bytes. None if it may be."""
     if start.startswith(b"version https://git-lfs"):
         return "it is a pointer of Git LFS, not the data. Run `git lfs pull`"
     if start.lstrip()[:14].lower().startswith((b"<!doctype html", b"<html")):
         return "it is an HTML page, not the data. Download it again, with a login if it needs one"
+    for magic, kind in ((b"PAR1\x15", "parquet"), (b"ARROW1\0", "arrow"), (b'{"', "jsonl")):
+        if start.startswith(magic) and kind != expected:
+            return f"its format is {kind}. Pass format={kind!r}, or rename it"
     return None
 
 

@@ -88,9 +88,9 @@ def parse_split(text: str) -> tuple[SplitPart, ...]:
 
 def bound_of(bound: int | str | None, length: int) -> int | None:
     """Return a bound of a slice of ``length`` rows: a number, or a percentage like "80%" or "-12.5%"."""
-    if not isinstance(bound, str):
-        return bound
-    match = re.fullmatch(r"(-?\d+(?:\.\d+)?)%", bound.strip())
+    if bound is None or hasattr(bound, "__index__"):
+        return bound  # type: ignore[return-value]
+    match = re.fullmatch(r"(-?\d+(?:\.\d+)?)%", str(bound).strip())
     if match is None or abs(float(match[1])) > 100:
         raise ValueError(f"a bound must be a row number or a percentage like '80%' or '-10%', got {bound!r}")
     return round(float(match[1]) * length / 100.0)
@@ -119,7 +119,10 @@ def split_sizes(rows: int, train: Any, test: Any) -> tuple[int, int]:
     last = rows - (first or 0) if last is None else last
     first = rows - last if first is None else first
     if first < 1 or last < 1 or first + last > rows:
-        raise ValueError(f"{rows:,} rows cannot be split into {first:,} for training and {last:,} for the test.")
+        raise ValueError(
+            f"{rows:,} rows cannot be split into {first:,} for training and {last:,} for the test. Choose sizes of at "
+            "least one row each, and not more together than there are."
+        )
     return first, last
 
 
@@ -330,7 +333,8 @@ def _failure(request: HubRequest, problem: Exception, missing: bool) -> DataErro
     secrets = Secrets.of(given, *map(Address, (request.path, request.data_dir or "", *_flat(request.data_files))))
     name = repr(Address(request.path))
     if missing:
-        failure: DataError = DataNotFoundError(secrets.clean(f"datasets could not find {name}: {problem}"))
+        text = f"datasets could not find {name}: {problem}. Check the name, data_files and the network."
+        failure: DataError = DataNotFoundError(secrets.clean(text))
     else:
         unknown = re.search(r"unexpected keyword argument '(\w+)'", str(problem))
         if isinstance(problem, TypeError) and unknown is not None:

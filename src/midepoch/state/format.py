@@ -68,7 +68,8 @@ def comparable(saved: Any, here: Any, allow: Collection[str]) -> bool:
 
 def check_allow(allow: Collection[str]) -> None:
     """Raise ValueError for names of fields that cannot be allowed to differ."""
-    unknown = [allow] if isinstance(allow, str) else [name for name in allow if name not in CAUSES]
+    listed = isinstance(allow, Collection) and not isinstance(allow, str)
+    unknown = [name for name in allow if name not in CAUSES] if listed else [allow]
     if unknown:
         raise ValueError(f"allow takes a list of names from {', '.join(sorted(CAUSES))}, got {allow!r}")
 

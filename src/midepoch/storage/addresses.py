@@ -31,6 +31,8 @@ def resolve(
 ) -> tuple[Store, str]:
     """Return the store of a path or URL, and the path in it, without credentials."""
     given, address = retry, Address(path)
+    if not isinstance(given, Retry | None):
+        raise TypeError(f"retry takes a midepoch.Retry, as in retry=midepoch.Retry(attempts=10), got {given!r:.60}")
     retry = given or Retry()
     check_utf8(path if "://" in path else os.path.abspath(path))
     if filesystem is not None:

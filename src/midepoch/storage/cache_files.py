@@ -329,6 +329,13 @@ def _identity(path: Path) -> tuple[int, int, int] | None:
     return stat.st_dev, stat.st_ino, stat.st_mtime_ns
 
 
+def named_folder(given: object, what: str) -> Path:
+    """Return the local folder that an argument names. Raise TypeError if it names none."""
+    if not isinstance(given, (str, os.PathLike)) or not os.fspath(given):
+        raise TypeError(f"{what} takes the name of a local folder, got {given!r:.60}. Omit it for the default.")
+    return Path(os.path.expanduser(given))
+
+
 def default_index_dir() -> Path:
     """Return ``$MIDEPOCH_CACHE``, or ``midepoch`` in the user's cache folder."""
     if given := os.environ.get("MIDEPOCH_CACHE"):

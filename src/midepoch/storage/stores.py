@@ -20,6 +20,7 @@ import pyarrow as pa
 import pyarrow.fs as fs
 
 from midepoch._internal.hints import hinted_methods
+from midepoch._internal.values import integer
 from midepoch.errors import CorruptBlockError, DataNotFoundError, FetchError, MidepochError
 from midepoch.storage.address import Address, Secrets
 from midepoch.storage.damage import PAUSES, changed, is_damage, refusal, retry_after
@@ -55,6 +56,9 @@ class Retry:
     first_pause: float = 0.2
     longest_pause: float = 10.0
     budget: float = 120.0
+
+    def __post_init__(self) -> None:
+        integer(self.attempts, "Retry(attempts=…)", 1)
 
     def pause(self, attempt: int) -> float:
         """Return the seconds to wait after an attempt that failed, counted from 0."""
@@ -287,6 +291,8 @@ class Store:
                 f". The server asks to wait {seconds:.0f} s, but retries may take {self.retry.budget:.0f} s. Wait, or "
                 "pass a larger retry=midepoch.Retry(budget=…)."
             )
+        elif cause == "network":
+            text += ". Check the address and the network."
         return FetchError(text) if cause == "network" else refusal(problem, text)
 
     def _cleaned(self, problem: MidepochError) -> MidepochError:

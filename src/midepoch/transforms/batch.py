@@ -323,8 +323,10 @@ def check_columns(wanted: Sequence[str], present: Sequence[str], what: str) -> N
     """Raise ColumnError with the missing and the existing columns."""
     missing = [name for name in wanted if name not in present]
     if missing:
-        if not isinstance(missing[0], str):
-            raise TypeError(f"{what} takes names of columns, got {missing[0]!r:.60}. There are: {', '.join(present)}.")
+        wrong: Any = missing[0]
+        if not isinstance(wrong, str):
+            kind = "the name of one column" if isinstance(wrong, (list, tuple)) else "names of columns"
+            raise TypeError(f"{what} takes {kind}, got {wrong!r:.60}. There are: {', '.join(present)}.")
         hint = f"{nearest(missing[0], present, '{!r}')} There are: {', '.join(present)}.".lstrip()
         struct, _, inner = missing[0].partition(".")
         if inner and struct in present:

@@ -241,4 +241,6 @@ def types_by_name(columns: Mapping[str, Any] | pa.Schema) -> tuple[tuple[str, pa
         return tuple((field.name, field.type) for field in columns)
     if not isinstance(columns, Mapping) or not columns:
         raise TypeError(f"cast takes columns and their types: cast({{'label': 'int32'}}), got {columns!r:.60}")
+    if none := [name for name, kind in columns.items() if kind is None]:
+        raise TypeError(f"cast: column {none[0]!r} needs a type, got None. Name one, such as 'int32', or omit it.")
     return tuple((name, type_named(name, kind)) for name, kind in columns.items())

@@ -202,7 +202,7 @@ class Items:
             return tuple(item[name] for name in self.columns)
         values = item if isinstance(item, (tuple, list)) else (item,)
         if len(values) != len(self.columns):
-            raise MapError(f"item {number} has {len(values)} parts, columns= names {len(self.columns)}")
+            raise MapError(f"item {number} has {len(values)} parts, columns= names {len(self.columns)}. Name each.")
         return tuple(values)
 
 

@@ -18,7 +18,7 @@ from midepoch.sources.schemas import taken
 from midepoch.transforms.arrow_values import as_arrow, flat_numbers
 from midepoch.transforms.batch import Batch, join
 from midepoch.transforms.formats import arrow_column, present, present_rows
-from midepoch.transforms.function import Function, RunContext
+from midepoch.transforms.function import Function, RunContext, returned_nothing
 
 if TYPE_CHECKING:
     import pyarrow.compute as pc
@@ -45,7 +45,7 @@ class FilterRows(Function):
                     return [i for i, value in enumerate(values) if function(value)]
                 rows = present_rows(first, self.input_format)
                 results = [function(row) for row in rows] if columns is None else []
-                if results and not isinstance(results[0], Mapping):
+                if results and results[0] is not None and not isinstance(results[0], Mapping):
                     return [i for i, kept in enumerate(results) if kept]
             except Exception:
                 pass
@@ -54,7 +54,14 @@ class FilterRows(Function):
     def checked(self, result: Any) -> bool:
         if isinstance(result, Mapping):
             raise MapError(f"a filter must return True or False, it returned {type(result).__name__}")
-        return bool(result)
+        if result is None:
+            returned_nothing(self.call, "which leaves the row out. Return True or False.")
+        try:
+            return bool(result)
+        except (ValueError, RuntimeError) as problem:  # an array of several values
+            raise MapError(
+                f"a filter must return True or False, it returned {type(result).__name__}: {problem}"
+            ) from None
 
     def checked_group(self, result: Any, rows: int) -> Any:
         if not hasattr(result, "__len__") or len(result) != rows:

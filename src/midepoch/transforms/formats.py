@@ -66,6 +66,7 @@ _ALIASES = {"np": "numpy", "pt": "torch", "pytorch": "torch", "pa": "arrow", "py
 
 def check_format(kind: str | None) -> str | None:
     """Return the name of a format. Raise ValueError for others."""
+    kind = kind if kind is None or isinstance(kind, str) else repr(kind)
     name = kind if kind is None or kind in FORMATS else _ALIASES.get(kind)
     if name is None and kind is not None:
         ways = {"pandas": "batch.to_pandas(), or ds.to_pandas()", "polars": "polars.from_arrow(batch)"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -20,6 +21,14 @@ from midepoch.transforms.generators import Generators, Seeds, torch_generator
 
 T = TypeVar("T")
 _log = logging.getLogger("midepoch")
+
+
+@functools.lru_cache(maxsize=256)
+def returned_nothing(call: str, consequence: str) -> None:
+    """Log, once for each function, that it returned None."""
+    _log.warning("%s returned None, %s", call, consequence)
+
+
 _MANY = 16
 """Rows from which all keys are computed in one call."""
 
@@ -210,8 +219,13 @@ def _remedy(problem: Exception, row: Any, batched: bool) -> str:
         return ". It is called with one row: pass batched=True for a function of lists."
     if isinstance(problem, KeyError) and isinstance(row, Mapping) and problem.args and problem.args[0] not in row:
         return f". The row has: {', '.join(map(str, row))}."
-    if isinstance(problem, TypeError) and "missing 1 required positional argument" in str(problem):
-        return ". It is called with the row; with_indices=True adds its number."
+    if isinstance(problem, AttributeError) and str(problem).startswith("'dict' object"):
+        return f". A row is a dict: row[{problem.name!r}]."
+    if isinstance(problem, TypeError) and re.search("positional argument|unexpected keyword", str(problem)):
+        return (
+            ". It is called with the row or the values of input_columns; with_indices=True adds its number, "
+            "with_generator=True a generator, and fn_kwargs arguments by name."
+        )
     return ""
 
 

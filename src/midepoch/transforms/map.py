@@ -8,8 +8,6 @@ the processor's cache then, and their memory can be used for the next row.
 
 from __future__ import annotations
 
-import functools
-import logging
 import sys
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
@@ -23,9 +21,8 @@ from midepoch.errors import ColumnError, MapError
 from midepoch.transforms.arrow_values import as_arrow, flat_numbers, is_list, plain_array
 from midepoch.transforms.batch import Batch, Encoded, check_columns, join_columns, pick
 from midepoch.transforms.formats import Allocate, room
-from midepoch.transforms.function import Function, RunContext
+from midepoch.transforms.function import Function, RunContext, returned_nothing
 
-_log = logging.getLogger("midepoch")
 _LEAST_BYTES = 4096
 """Bytes of a row below which the column is assembled faster in one piece."""
 
@@ -178,7 +175,7 @@ class Map(Function):
         if type(result) is dict:
             return result
         if result is None:
-            _returned_nothing(self.call)
+            returned_nothing(self.call, "and the row stays as it is. Return a dict of the columns that change.")
             return {}
         if isinstance(result, pa.RecordBatch):
             result = pa.Table.from_batches([result])
@@ -197,14 +194,8 @@ class Map(Function):
                 "or pass map(…, batched=True, one_to_one=False) to return any number of rows"
             )
         if len(set(lengths.values())) > 1:
-            raise MapError(f"the returned columns have different lengths: {lengths}")
+            raise MapError(f"the returned columns have different lengths: {lengths}. Return as many values in each")
         return columns
-
-
-@functools.lru_cache(maxsize=256)
-def _returned_nothing(call: str) -> None:
-    """Log, once for each function, that a row was left as it is."""
-    _log.warning("%s returned None, and the row stays as it is. Return a dict of the columns that change.", call)
 
 
 class TableColumns(dict[str, Any]):
@@ -252,7 +243,7 @@ def _lengths(columns: Mapping[str, Any], prefix: str = "") -> dict[str, int]:
     for name, column in columns.items():
         if isinstance(column, Mapping):
             found |= _lengths(column, f"{prefix}{name}.")
-        elif not hasattr(column, "__len__") or isinstance(column, (str, bytes)):
+        elif not hasattr(column, "__len__") or isinstance(column, (str, bytes, Set)):
             raise MapError(
                 f"column {prefix + name!r} must be a sequence with one value for each row, got the "
                 f"{type(column).__name__} {column!r:.60}. Return a list, or omit batched=True"
@@ -310,7 +301,10 @@ class Unbatch:
         for name, (other, _) in found.items():
             if not np.array_equal(other, lengths):
                 row = int(batch.rows[int(np.flatnonzero(other != lengths)[0])])
-                raise MapError(f"unbatch: columns {names[0]!r} and {name!r} are not equally long in row {row}.")
+                raise MapError(
+                    f"unbatch: columns {names[0]!r} and {name!r} are not equally long in row {row}. Unbatch columns of "
+                    "equal lengths, or use flat_map."
+                )
         parents = np.repeat(np.arange(len(batch)), lengths)
         columns = {
             name: found[name][1] if name in found else pick(column, parents) for name, column in batch.columns.items()
@@ -341,7 +335,7 @@ def _flat(name: str, column: Any) -> tuple[Any, Any]:
     if isinstance(column, np.ndarray) and column.ndim > 1:
         return np.full(len(column), column.shape[1]), column.reshape(-1, *column.shape[2:])
     if isinstance(column, (pa.Array, dict)) or not all(map(_is_list, column)):
-        raise ColumnError(f"unbatch: column {name!r} does not contain lists.")
+        raise ColumnError(f"unbatch: column {name!r} does not contain lists. Name columns that do.")
     values = [() if value is None else value for value in column]
     return np.array([len(value) for value in values]), [each for value in values for each in value]
 

@@ -222,7 +222,10 @@ class Documents:
             lists = NumberLists.of(name, columns[name], rows, _ADVICE, spec.dtype if name == spec.column else None)
             if lists is None:
                 kind = getattr(columns[name], "type", "of other values")
-                raise ColumnError(f"pack: column {name!r} is {kind}, not lists of numbers.")
+                raise ColumnError(
+                    f"pack: column {name!r} is {kind}, not lists of numbers. Tokenize first, or pass the name of the "
+                    "column of tokens."
+                )
             masked = [IGNORED] if spec.mask_first and name == LABELS else []
             _check_fits(name, lists.values, [pad, *([spec.eos] if name == spec.column else masked)])
             found[name] = lists

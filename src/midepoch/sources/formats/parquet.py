@@ -231,7 +231,7 @@ def _read_footer(name: str, file: OpenFile, size: int) -> bytes:
     if tail[-4:] != _MAGIC:
         if tail[-4:] == b"PARE":
             raise FormatError(f"{name}: encrypted Parquet files are not supported.")
-        if (other := not_the_data(file.read_at(min(64, size), 0))) is not None:
+        if (other := not_the_data(file.read_at(min(64, size), 0), "parquet")) is not None:
             raise DamageError(f"{name}: {other}.")
         raise DamageError(
             f"{name}: not a complete Parquet file: it does not end with {_MAGIC!r}. "

@@ -157,14 +157,14 @@ def _header(store: Store, entry: Entry, delimiter: str) -> tuple[list[str], int]
     if not end and (len(head) >= _HEADER or not is_closed(head[blank:], delimiter.encode())):
         raise DamageError(f"{name}: its header has no end in {len(head)} bytes. Check for an unclosed quote.")
     end = end or len(head)
+    if (other := not_the_data(head)) is not None:
+        raise DamageError(f"{name}: {other}.")
     try:
         text = head[blank:end].decode()
     except UnicodeDecodeError as problem:
-        raise DamageError(f"{name}: its header is not UTF-8 text: {problem}") from None
+        raise DamageError(f"{name}: its header is not UTF-8 text: {problem}. Save it as UTF-8.") from None
     if "\r" in text.rstrip("\r\n") and "\n" not in text:
         raise FormatError(f"{name}: its lines end with a carriage return only. Write them with \\n.")
-    if (other := not_the_data(head)) is not None:
-        raise DamageError(f"{name}: {other}.")
     names = next(csv.reader(io.StringIO(text.strip("\r\n"), newline=""), delimiter=delimiter), [])
     return names, end
 
@@ -251,7 +251,7 @@ class JsonFormat(Format):
         blank, first = _first_bytes(store, entry)
         if first.startswith(b"["):
             return scan_text(store, entry, _JsonRows(in_array=True), start=blank + 1, skip_damage=skip_damage)
-        if (other := not_the_data(first)) is not None:
+        if (other := not_the_data(first, "jsonl")) is not None:
             raise DamageError(f"{store.name(entry.path)}: {other}.")
         if re.match(rb'\{[ \t]*\r?\n\s*"', first):
             raise FormatError(
