@@ -173,8 +173,8 @@ def _documents(found: list[Document], what: str, as_json: bool) -> None:
     _list([one._asdict() for one in found], shown, names, what, as_json)
     if what.startswith("step") and found and not as_json:
         common.say(
-            f"To leave one out: exclude(documents=[({found[0].name!r}, {found[0].row})]). Numbers in the column row count "
-            "over all files of a source, those beside the names of files in that file."
+            "To leave one out: loader.exclude(documents=[(source, row)]). The column row counts over all files of a "
+            "source; the number beside the name of a file counts in that file."
         )
 
 

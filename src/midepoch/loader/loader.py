@@ -383,7 +383,7 @@ class Loader(Resumable):
         documents: Any = None,
         run: Any = None,
     ) -> int:
-        """Leave out steps, rows or documents that are not delivered yet. Return how many rows (or outputs) those are.
+        """Leave out steps, rows or documents from here on. Return how many rows (or outputs of steps) are excluded.
 
         ``steps``: numbers of steps of this epoch, as ``loader.steps`` counts them: the next one is
         ``loader.steps + 1``. They are left out, and the batches after them move up. Their rows stay excluded if the
