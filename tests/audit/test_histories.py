@@ -375,3 +375,29 @@ def test_ranks_that_share_a_lane_have_different_cursors_of_one_place(
     run = read_run(tmp_path)
     places = [track.at(0, 7) for track in run.every[0].tracks.values()]
     assert places[0] != places[1] and run.exact, (places, run.epochs)
+
+
+@pytest.mark.parametrize("filtered", [False, True])
+def test_leases_that_came_back_are_delivered_by_a_pass_without_leases(filtered: bool, tmp_path: Path) -> None:
+    loader = (not_3(60) if filtered else shuffled(60)).loader(2, audit=tmp_path)
+    with loader.lease() as items:
+        out = [next(items) for _ in range(4)]
+        for item in out[:2]:
+            item.ack()
+    seen = ids(item.batch for item in out[:2]) + ids(loader)
+    assert sorted(seen) == [number for number in range(60) if number != 3 or not filtered]
+    epoch = read_run(tmp_path).epochs[0]
+    assert epoch.exact and epoch.complete, epoch
+
+
+def test_all_rows_of_a_group_are_named_for_its_steps(tmp_path: Path) -> None:
+    def twice(rows: dict[str, Any]) -> dict[str, Any]:
+        return {"id": [number for number in rows["id"] for _ in range(2)]}
+
+    loader = shuffled(40).map(twice, batched=True, batch_size=10, one_to_one=False).loader(6, audit=tmp_path)
+    batches = [set(ids([batch])) for batch in loader]
+    run = read_run(tmp_path)
+    for step, batch in enumerate(batches, 1):
+        named = {one.row for one in run.rows_of_step(step)}
+        assert batch <= named and len(named) <= 20
+        assert all(step in {one.step for one in run.steps_of_row(row)} for row in batch)

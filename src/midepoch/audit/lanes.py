@@ -237,7 +237,8 @@ def tree_of(node: Node, first: int = 0) -> dict[str, Any]:
     stages = [_kind(stage) for stage in node.remembering]
     base = node.base
     if isinstance(base, Leaf):
-        return {"stages": stages, "leaf": first, "kept": base.may_drop_rows and not node.plain}
+        kept, grouped = base.may_drop_rows and not node.plain, base.group is not None
+        return {"stages": stages, "leaf": first, "kept": kept, "grouped": grouped}
     parts, number = [], first
     for part in base.parts:
         parts.append(tree_of(part, number))
@@ -348,7 +349,10 @@ def _places(
     if "leaf" in tree:
         row, outputs, *kept = at
         if outputs:
-            part = (("outputs", int(outputs)), *part)
+            kind = "group" if tree.get("grouped") else "outputs"
+            part = ((kind, int(outputs)), *part)
+            if kind == "group":  # outputs of a batched function: each may be of any row of its group
+                stages = (*stages, StagePart(depth + 1, kind, _leaves(tree)))
         count, first = (int(kept[0]), int(kept[1])) if kept else (0, -1)  # a cursor of a state has no counts
         counted = count if tree["kept"] else None
         yield LeafPlace(tree["leaf"], epoch, lane, int(row), counted, part, run, outputs > 0, first, passes, stages)

@@ -283,7 +283,9 @@ class Run:
         if any(one.leases for one in passes):
             out = self._still_out(units)
             if not any(other > epoch and of.records for other, of in self._units.items()):
-                over = (over or self._all_finished(units)) and not any(out)  # what is out comes again first
+                # What is out comes again first. A pass without leases has delivered it.
+                waits = any(out) and any(one.leases for one in [one for one in units.records if not one.is_load][-1:])
+                over = (over or self._all_finished(units)) and not waits
             leases = LeaseCounts(units.leased, len(units.kept), len(units.rejected), *out)
             counted["steps"] = sum(
                 len(one.leases[rank].delivered) if rank in one.leases else steps
