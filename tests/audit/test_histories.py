@@ -390,7 +390,7 @@ def test_leases_that_came_back_are_delivered_by_a_pass_without_leases(filtered: 
     assert epoch.exact and epoch.complete, epoch
 
 
-def test_all_rows_of_a_group_are_named_for_its_steps(tmp_path: Path) -> None:
+def test_the_rows_of_groups_in_progress_are_named_for_each_step(tmp_path: Path) -> None:
     def twice(rows: dict[str, Any]) -> dict[str, Any]:
         return {"id": [number for number in rows["id"] for _ in range(2)]}
 
@@ -399,5 +399,5 @@ def test_all_rows_of_a_group_are_named_for_its_steps(tmp_path: Path) -> None:
     run = read_run(tmp_path)
     for step, batch in enumerate(batches, 1):
         named = {one.row for one in run.rows_of_step(step)}
-        assert batch <= named and len(named) <= 20
+        assert batch <= named
         assert all(step in {one.step for one in run.steps_of_row(row)} for row in batch)
