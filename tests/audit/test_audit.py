@@ -174,8 +174,9 @@ def test_a_lost_and_a_repeated_row_are_found(small_files: list[str], tmp_path: P
         for _ in range(3):
             next(loader)
     proof = read_run(tmp_path).epochs[0]
-    assert (proof.once, proof.never, proof.repeated, proof.again) == (9 + 8 + 9, 3, 0, 1)
-    assert proof.examples == (9, 10, 11) and not proof.exact
+    # Rows 18 and 19 are of a step that the last state claims in part, so that it was not saved after one of these steps.
+    assert (proof.once, proof.never, proof.repeated, proof.again) == (9 + 6 + 9, 3 + 2, 0, 1)
+    assert proof.examples == (9, 10, 11, 18, 19) and not proof.exact
     apart = tmp_path / "apart"  # two ranks of which one goes on a step behind: its last rows come twice
     for position in (0, 6):
         loaders = [ds.loader(3, rank=r, world_size=2, audit=Ledger(apart, attempt=f"{position}")) for r in range(2)]

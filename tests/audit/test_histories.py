@@ -401,3 +401,23 @@ def test_the_rows_of_groups_in_progress_are_named_for_each_step(tmp_path: Path) 
         named = {one.row for one in run.rows_of_step(step)}
         assert batch <= named
         assert all(step in {one.step for one in run.steps_of_row(row)} for row in batch)
+
+
+@pytest.mark.parametrize("size", [8, 10])
+def test_a_step_without_a_record_is_lost_unless_it_is_one_of_a_branch(size: int, tmp_path: Path) -> None:
+    def start(name: str, size: int, state: Any = None, *, recorded: bool = True) -> midepoch.Loader:
+        loader = shuffled(48).loader(size, **({"audit": Ledger(tmp_path, attempt=name)} if recorded else {}))
+        if state is not None:
+            loader.load_state_dict(state)
+        return loader
+
+    first = start("first", 10)
+    next(first)
+    state = first.state_dict()
+    next(first)  # a branch that is given up
+    unrecorded = start("unrecorded", size, state, recorded=False)
+    next(unrecorded)
+    list(start("last", 6, unrecorded.state_dict()))
+    proof = read_run(tmp_path).epochs[0]
+    # With the size of the branch, the state is one that the branch had there: the record is that of a run without loss.
+    assert (proof.exact, proof.never) == ((True, 0) if size == 10 else (False, 8))

@@ -111,6 +111,10 @@ class EpochUnits:
         missing = claim.done.minus(kept).minus(passed).minus(self.dropped)
         self.lost, self.excluded = self.lost.minus(units).union(missing), passed.union(claim.excluded)
 
+    def lose(self, units: Intervals) -> None:
+        """Note units that a state claims to be done, and that were delivered only in what is taken back."""
+        self.kept, self.lost = self.kept.minus(units), self.lost.union(units)
+
     def deliver(self, units: Intervals) -> None:
         """Note units that were delivered or, with leases, acknowledged."""
         self.twice = self.twice.union(units.intersection(self.kept))
@@ -233,6 +237,7 @@ class History:
         last = self.kept[-1] if self.kept else None
         if last is not None and last.shape.epoch == epoch and not last.leases:
             last.kept_steps = min(last.kept_steps, _steps_before(last, one, claim))
+            here.lose(_cut_by(last, claim, self._run))
 
     def _continue_branch(self, load: Generation, claim: Claim) -> None:
         """Replace the history by that of the branch in which a loaded state was saved, if the run had left it."""
@@ -331,6 +336,17 @@ def _steps_before(one: Generation, by: Generation, claim: Claim) -> int:
         kept = bisect_left(steps, True, key=partial(_is_beyond, track, own, done))
         found += [kept] if kept < len(steps) else []
     return min(found)
+
+
+def _cut_by(one: Generation, claim: Claim, run: Run) -> Intervals:
+    """Return the units of a step of a pass that a later state claims in part: steps without a record led to it."""
+    if one.in_lanes or one.shape.batching.budget or one.first.header.excluded or one.missing or claim.excluded:
+        return EMPTY
+    claimed = delivered_by(one, run).intersection(claim.done)
+    steps = range(one.most_steps)
+    step = bisect_left(steps, len(claimed), key=lambda before: len(delivered_by(one, run, before + 1)))
+    is_cut = step < len(steps) and len(delivered_by(one, run, step + 1)) > len(claimed)
+    return claimed.minus(delivered_by(one, run, step)) if is_cut else EMPTY
 
 
 def _is_beyond(track: LaneTrack, lanes: list[int], done: Mapping[int, int], step: int) -> bool:
