@@ -43,7 +43,7 @@ def audit(
     run: Annotated[Path, typer.Argument(help="The folder given to loader(audit=…).", show_default=False)],
     step: Annotated[int | None, typer.Option(help="The rows of this step (counted from 1).")] = None,
     row: Annotated[str | None, typer.Option(help="The steps that saw this row: its number, or source:number.")] = None,
-    source: Annotated[int, typer.Option(help="The source of the row, if there are several (counted from 0).")] = 0,
+    source: Annotated[int | None, typer.Option(help="The source of the row, if there are several (from 0).")] = None,
     against: Annotated[Path | None, typer.Option(help="Another run, to count the rows that both have seen.")] = None,
     stream: Stream = None,
     as_json: common.AsJson = False,
@@ -76,7 +76,7 @@ def audit(
         else:
             _deliveries(ledger, ledger.rows_of_step(step), f"step {step}", as_json)
     elif row is not None:
-        chosen, number = _source_and_row(row, source)
+        chosen, number = _source_and_row(row, source, len(ledger.order.sources))
         if (documents := ledger.documents_of_row(number, chosen)) is not None:
             _documents(documents, f"row {row}", as_json)
         elif isinstance(chosen, str):
@@ -87,12 +87,16 @@ def audit(
         _overlap(ledger, read_run(against, ledger.streams[ledger.stream] or None), as_json)
 
 
-def _source_and_row(text: str, source: int) -> tuple[int | str, int]:
+def _source_and_row(text: str, source: int | None, sources: int) -> tuple[int | str, int]:
     """Return the source (a number or a name) and the row of ``--row``."""
     name, _, number = text.rpartition(":")
     if not number.isdecimal():
         raise ValueError(f"--row takes the number of a row, or source:number, got {text!r}")
-    return (int(name) if name.isdecimal() else name or source), int(number)
+    if not name and source is None and sources > 1:
+        raise ValueError(
+            f"--row {text}: there are {sources} sources. Give one of them, as in --row 0:{text} or NAME:{text}."
+        )
+    return (int(name) if name.isdecimal() else name or source or 0), int(number)
 
 
 def _proof(runs: list[Run], as_json: bool) -> None:
