@@ -200,6 +200,7 @@ HF: Wrong = [
     (lambda ds: list(ds.filter(lambda row: np.array([True, False]))), "True or False, it returned ndarray"),
     (lambda ds: list(ds.map(lambda row: {"n": row.text})), r"A row is a dict: row\['text'\]"),
     (lambda ds: list(ds.unbatch("id")), "'id' does not contain lists. Name columns"),
+    (lambda _: midepoch.from_list([{"a": {"b": 1}}]).sort("a"), r"no order.*lambda row: row\['a'\]\['b'\]"),
 ]
 
 TORCH: Wrong = [
@@ -269,6 +270,8 @@ TORCH: Wrong = [
     (lambda ds: ds.loader(4).lease().ack(), "'ack'.*iterates leases"),
     (lambda ds: next(ds.loader(4, collate_fn=lambda rows: rows["id"])), "It gets a list of rows"),
     (lambda _: assert_resumes_exactly(lambda: None), "must return a loader or dataset.*None"),
+    (lambda ds: ds.loader(4, collate_fn=Collator), r"the class Collator.*Create it first: Collator\(…\)"),
+    (lambda ds: next(iter(torch.utils.data.DataLoader(ds.loader(4)))), "makes batches itself.*in place of"),
     (lambda ds: torch.utils.data.random_split(ds, [0.5, 0.5])[0].__getitems__([1]), "random_split.*train_test_split"),
 ]
 
@@ -386,6 +389,8 @@ OPEN: Wrong = [
     (lambda _: midepoch.PipelineCheckpoint(3), "takes a folder.*got 3"),  # type: ignore[arg-type]
     (lambda _: midepoch.PipelineCheckpoint("x").load(), "restore_latest"),
     (lambda _: midepoch.PipelineCheckpoint("x").save(scheduler=1), "scheduler.*extra="),
+    (lambda _: midepoch.PipelineCheckpoint("x").metadata(), r"needs step.*latest_step\(\)"),
+    (lambda _: midepoch.from_files(f"{__file__}x"), f"Did you mean '{Path(__file__).name}'"),
     (lambda _: midepoch.PipelineCheckpoint("x").restore(), "needs step.*restore_latest"),
     (lambda _: midepoch.Keep(latest=3), "latest"),
     (lambda _: midepoch.from_files("s3:/bucket/x"), "write s3://"),
@@ -481,6 +486,15 @@ def test_a_filter_that_returns_none_says_so(ds: midepoch.Dataset, caplog: pytest
     assert "returned None, which leaves the row out. Return True or False." in caplog.text
 
 
+def test_padding_that_is_packed_is_announced(ds: midepoch.Dataset, caplog: pytest.LogCaptureFixture) -> None:
+    padded = words()
+    padded.enable_padding()
+    for tokenizer, says in ((words(), ""), (padded, "packed as if it were text. Omit padding=")):
+        midepoch.mix([ds.tokenize(tokenizer), ds.tokenize(words())]).pack(8)
+        midepoch.mix([ds, ds]).tokenize(tokenizer).pack(8)
+        assert says in caplog.text if says else caplog.text == ""
+
+
 def test_the_list_is_long_enough() -> None:
     assert sum(map(len, (HF, TORCH, PACK, OPEN))) >= 150
 
@@ -552,6 +566,8 @@ def test_errors_inside_of_functions_are_not_explained_away(tmp_path: Path) -> No
         list(ds.map(lambda row: {"n": row["id"] + "a"}))
     with pytest.raises(midepoch.MapError, match="missing 1 .*'i'.*with_indices=True adds"):
         list(ds.map(lambda row, i: {"n": i}))
+    with pytest.raises(midepoch.MapError, match="values of id: omit input_columns"):
+        list(ds.filter(lambda row: row["id"] > 3, input_columns="id"))
     with pytest.raises(TypeError, match="row numbers, got a mask"):
         ds.select([True])
 
@@ -568,6 +584,16 @@ class Encoding:
 
 def words() -> Tokenizer:
     return Tokenizer(models.WordLevel({"t": 0, "?": 1}, unk_token="?"))
+
+
+class Collator:
+    """A collator as transformers has them."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+
+    def __call__(self, rows: list[Any]) -> list[Any]:
+        return rows
 
 
 class Items:

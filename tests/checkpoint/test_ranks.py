@@ -107,7 +107,11 @@ def test_a_rank_that_dies_before_the_first_save_is_not_waited_for(
 
 def test_a_rank_that_stays_away(data: str, tmp_path: Path, run: Run) -> None:
     said = run(tmp_path, data, 2, "save", 1, when="alone")
-    assert "did not come to save-1-1 within 2 s" in said[0] and said[1].startswith("rc -9")
+    assert (
+        "did not come to save-1-1 within 2 s" in said[0]
+        and "rank=0, world_size=1" in said[0]
+        and said[1].startswith("rc -9")
+    )
     assert PipelineCheckpoint(tmp_path).steps() == []
 
 

@@ -95,6 +95,7 @@ def test_peek_finds_rows_by_their_numbers_and_values(tmp_path: Path) -> None:
         ("--where", "n = __import__('os')"): "--where takes comparisons such as",
     }.items():
         assert problem in refused("peek", tmp_path / "rows.parquet", *arguments)
+    assert "For row 17, pass --row 17" in refused("peek", tmp_path / "rows.parquet", 17)
 
 
 def test_peek_shows_what_training_gets(files: list[Path]) -> None:

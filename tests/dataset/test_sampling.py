@@ -189,7 +189,7 @@ def test_what_is_refused(ds: midepoch.Dataset) -> None:
         ("is null in 6 rows", lambda: ds.weighted("score")),
         ("is null in 6 rows, which have no class", lambda: ds.balanced("score")),
         ("Map it to numbers", lambda: ds.balanced("tokens")),
-        ("which has no order. length=True", lambda: ds.sort("tokens")),
+        ("which has no order. Use length=True", lambda: ds.sort("tokens")),
         ("which has no length", lambda: ds.sort("id", length=True)),
         ("nothere", lambda: ds.weighted("nothere")),
         ("54 values for 60 rows", lambda: ds.map(_fails, on_error="skip").weighted("weight")),

@@ -442,7 +442,7 @@ def test_listing(tmp_path: Path) -> None:
     assert [row["id"] for row in midepoch.from_files(f"{tmp_path}/?/[0-9].parquet")] == ids
     assert [row["id"] for row in midepoch.from_files([tmp_path / "b", tmp_path / "a"])] == [2, 1]
     (tmp_path / "a" / "x.csv").write_text("id\n7\n")
-    with pytest.raises(FormatError, match="different formats: parquet .* csv .*format="):
+    with pytest.raises(FormatError, match="different formats: parquet .* csv .*format=….*concat"):
         midepoch.from_files(tmp_path)
     assert [row["id"] for row in midepoch.from_files(tmp_path, format="csv")] == [7]
 

@@ -53,6 +53,7 @@ HINTS = {
         "step missing": "Pass it by name, restore(loader, step=7). For the newest step, use restore_latest(loader, …).",
     },
     "restore_latest": {**_PARTS, "step": "Use restore(loader, step=3)."},
+    "metadata": {"step missing": "For the newest, pass checkpoint.latest_step()."},
 }
 
 ATTRIBUTES = {

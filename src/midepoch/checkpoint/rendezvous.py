@@ -58,6 +58,12 @@ class RankError(CheckpointError):
     """A rank died, did not arrive or failed."""
 
 
+_ALL_RANKS = (
+    "Every rank has to call save and restore_latest. A process that calls them alone creates its PipelineCheckpoint "
+    "with rank=0, world_size=1."
+)
+
+
 @dataclass(frozen=True)
 class Notes:
     """Notes of the ranks that meet under one name."""
@@ -188,15 +194,11 @@ class Leader(_Member):
                 if self.members.has_died(rank):
                     self.notes.raise_absence(self.notes.names(), self._started)  # written before it exited
                     raise RankError(f"rank {rank} of {size} has died before it came to {group}.")
-            waiting = (
-                f"{group}: waiting for rank {_first(missing)} of {size}. Every rank has to call save and "
-                "restore_latest. A process that calls them alone creates its PipelineCheckpoint with rank=0, "
-                "world_size=1."
-            )
+            waiting = f"{group}: waiting for rank {_first(missing)} of {size}. {_ALL_RANKS}"
             if missing and not backoff.pause(waiting):
                 raise RankError(
                     f"rank {_first(missing)} of {size} did not come to {group} within {self.timeout:g} s: it has died, "
-                    f"is at another step, or does not see {self.notes.store.name}."
+                    f"is at another step, or does not see {self.notes.store.name}. {_ALL_RANKS}"
                 )
         self.members.arrived()
         return {rank: note["payload"] for rank, (_, note) in self._present.items()}

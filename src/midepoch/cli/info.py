@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import os
 import re
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -161,6 +162,8 @@ def peek(
         raise ValueError(
             f"use only one of --position, --row and --where{', without --shuffle' * (shuffle is not None)}"
         )
+    if data[1:] and data[-1].isdecimal() and not os.path.exists(data[-1]):
+        raise ValueError(f"{data[-1]!r} is not a file. For row {data[-1]}, pass --row {data[-1]}.")
     ds = open_data(data, split, config, storage, format)
     found = row if row else None if where is None else rows_where(ds, where, count)
     if columns is not None:

@@ -314,10 +314,10 @@ def sort(self: D, by: str | Callable[[dict[str, Any]], Any], *, reverse: bool = 
     if length:
         values = _lengths(values, by)
     if values.type.num_fields:
-        raise ColumnError(
-            f"sort: {_named(by)} contains {values.type}, which has no order. length=True sorts by the number of "
-            "values of a list."
-        )
+        remedy = "Use length=True for the number of values."
+        if pa.types.is_struct(values.type) and isinstance(by, str):
+            remedy = f"Use a function: ds.sort(lambda row: row[{by!r}][{values.type.field(0).name!r}])."
+        raise ColumnError(f"sort: {_named(by)} contains {values.type}, which has no order. {remedy}")
     import pyarrow.compute as pc
 
     rows = pc.sort_indices(values, sort_keys=[("", "descending" if reverse else "ascending")])

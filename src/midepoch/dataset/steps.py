@@ -373,9 +373,12 @@ def pack(
     """
     if not isinstance(column, str):
         raise TypeError(f"pack takes the name of one column, got {column!r:.60}. Others go into extra={{name: pad}}.")
-    schedule = None
+    node, schedule = self.pipeline.node, None
+    before = [step for part in (*node.leaves, *node.stages) for step in getattr(part, "steps", ())]
+    if any(isinstance(step, Map) and isinstance(step.function, Tokenize) and not step.rowwise for step in before):
+        _log.warning("pack: tokenize() pads, and its padding is packed as if it were text. Omit padding=… there.")
     if length is None:
-        schedule = _lengths_of(self.pipeline.node, strategy)
+        schedule = _lengths_of(node, strategy)
         length = max(one.sequence_length or 0 for one in schedule.plan)
     spec = PackSpec(
         integer(length, "pack(length=…)", 1),

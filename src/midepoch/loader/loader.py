@@ -96,6 +96,9 @@ class Loader(Resumable):
                 return object.__getattribute__(self, name)
             raise no_attribute("a Loader", name, dir(self), ATTRIBUTES)
 
+        def __getitems__(self, keys: object) -> None:  # of torch's DataLoader
+            raise TypeError("a Loader makes batches itself. Iterate it in place of a DataLoader, which takes datasets.")
+
     def __dir__(self) -> list[str]:
         return sorted(name for name in dir(type(self)) if not name.startswith("_"))
 

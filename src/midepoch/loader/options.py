@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from midepoch._internal.hints import instead
 from midepoch.errors import MidepochError
 from midepoch.order.budget import BatchSizes, Budget
 from midepoch.order.schedule import Schedule
@@ -215,6 +216,8 @@ class Options:
             raise ValueError("persistent_workers=True requires num_workers of at least 1")
         if self.collate_fn is not None and not callable(self.collate_fn):
             raise TypeError(f"collate_fn must be a function, got {self.collate_fn!r}")
+        if isinstance(self.collate_fn, type) and any("__call__" in vars(one) for one in self.collate_fn.__mro__):
+            raise TypeError(instead("loader(collate_fn=…)", "a function", self.collate_fn))
         if self.worker_init_fn is not None and not callable(self.worker_init_fn):
             raise TypeError(f"worker_init_fn must be a function of a worker's number, got {self.worker_init_fn!r}")
         if isinstance(self.timeout, bool) or not isinstance(self.timeout, (int, float)) or not 0 <= self.timeout < 1e9:

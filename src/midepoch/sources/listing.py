@@ -15,10 +15,14 @@ from itertools import repeat
 
 import pyarrow.fs as fs
 
+from midepoch._internal import hints
 from midepoch._internal.version import __version__
 from midepoch.errors import FormatError
 from midepoch.sources.names import GLOB
 from midepoch.storage.stores import Entry, Store
+
+_MOST_NAMES = 1000
+"""Names of a folder among which the nearest is searched."""
 
 
 def nearest(store: Store, path: str) -> str:
@@ -36,11 +40,13 @@ def nearest(store: Store, path: str) -> str:
         folder = os.path.dirname(folder)
     names = sorted(name for name in os.listdir(folder) if not name.startswith("."))
     held = ", ".join(names[:5]) + (", …" if len(names) > 5 else "")
+    wanted = os.path.relpath(path, folder).split(os.sep)[0]
+    meant = "" if GLOB.search(wanted) else hints.nearest(wanted, names[:_MOST_NAMES], "'{}'")
     address = re.match(r"(s3|gs|gcs|az|abfs|hf|https?):/*", os.path.relpath(path))
     hint = f" For an address, write {address[1]}://…." if address else ""
     if folder == os.getcwd() and re.fullmatch(r"[\w.-]+/[\w-]+", os.path.relpath(path)):
         hint = " For a dataset of the Hugging Face Hub, use midepoch.load_dataset(name, split=…)."
-    return f"The folder {folder} exists and contains {held or 'nothing'}.{hint}"
+    return f"The folder {folder} exists and contains {held or 'nothing'}.{' ' * bool(meant)}{meant}{hint}"
 
 
 class Lookups:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, TypeVar
 
@@ -205,14 +205,17 @@ class Function:
         """
         which = f"row {rows[0]}" if len(rows) == 1 else f"rows {rows[0]} … {rows[-1]} (a group of {len(rows)})"
         what = f"{self.call} failed on {which} of the dataset ({run.place(rows[0])})"
-        failed(what, self.on_error, problem, run, len(rows), _remedy(problem, given, self.batched))
+        failed(what, self.on_error, problem, run, len(rows), _remedy(problem, given, self.batched, self.input_columns))
 
 
 _NOT_LIST = re.compile("not (iterable|subscriptable)|no len")
+_NOT_ROW = re.compile("not subscriptable|indices must be integers")
 
 
-def _remedy(problem: Exception, row: Any, batched: bool) -> str:
-    """Return what to do about common mistakes in functions of a row, or of a batch."""
+def _remedy(problem: Exception, row: Any, batched: bool, columns: Sequence[str] | None) -> str:
+    """Return what to do about common mistakes in functions of a row, of a batch, or of some ``columns``."""
+    if columns is not None and isinstance(problem, TypeError) and _NOT_ROW.search(str(problem)):
+        return f". It is called with the values of {', '.join(columns)}: omit input_columns for a function of the row."
     if batched and isinstance(problem, (TypeError, AttributeError)) and "'list'" in str(problem):
         return ". It is called with a list of each column: omit batched=True for a function of one row."
     if isinstance(problem, TypeError) and not batched and _NOT_LIST.search(str(problem)):
