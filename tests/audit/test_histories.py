@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -421,3 +423,36 @@ def test_a_step_without_a_record_is_lost_unless_it_is_one_of_a_branch(size: int,
     proof = read_run(tmp_path).epochs[0]
     # With the size of the branch, the state is one that the branch had there: the record is that of a run without loss.
     assert (proof.exact, proof.never) == ((True, 0) if size == 10 else (False, 8))
+
+
+def tokens(rows: int, seed: int) -> midepoch.Dataset:
+    draw = random.Random(seed)
+    return midepoch.from_list([{"input_ids": [seed] * draw.randint(5, 60)} for _ in range(rows)]).shuffle(seed=seed)
+
+
+PACKED: dict[str, Callable[[], midepoch.Dataset]] = {
+    "one": lambda: tokens(60, 1).pack(32),
+    "concat": lambda: midepoch.concat([tokens(60, 1), tokens(25, 2)]).pack(32),
+    "mix": lambda: midepoch.mix([tokens(60, 1), tokens(25, 2)], [0.7, 0.3], seed=3).pack(32),
+    "mix of all": lambda: midepoch.mix([tokens(60, 1), tokens(25, 2)], seed=3, stop="all").pack(32),
+    "mix of mixes": lambda: midepoch.mix([midepoch.mix([tokens(30, 3), tokens(30, 4)]), tokens(25, 2)]).pack(32),
+    "filters": lambda: midepoch.mix([tokens(60, 1).filter(lambda row: len(row["input_ids"]) > 9), tokens(25, 2)]).pack(
+        32
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", PACKED)
+def test_documents_of_packed_sources_are_counted_once(kind: str, tmp_path: Path) -> None:
+    """The document in progress is of one of the sources, and not of each."""
+    for lanes, steps in ((1, 1), (2, 5), (4, 9), (2, None)):
+        folder = tmp_path / f"{lanes}-{steps}"
+        loader = PACKED[kind]().with_lanes(lanes).loader(2, last_batch="drop", provenance=True, audit=folder)
+        documents = set()
+        for batch in itertools.islice(loader, steps):
+            found = batch["doc_ids"]
+            documents |= set(zip(found["source"].tolist(), found["row"].tolist(), strict=True))
+        loader.close()
+        epoch = read_run(folder).epochs[0]
+        assert epoch.once - epoch.filtered == len(documents) and epoch.dropped >= 0, (lanes, steps, epoch)
+        assert epoch.rows == epoch.once + epoch.dropped + epoch.pending

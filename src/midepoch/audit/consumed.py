@@ -7,7 +7,7 @@ each pass begins where the pass before it was left: then the intervals tile the 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -134,11 +134,13 @@ class LaneRun:
 
         If a mix iterates a source again, the first time is counted.
         """
-        total = filtered = 0
-        for a, b in zip(self.after(one, lane, 0), self.after(one, lane, steps), strict=True):
+        begin, end = self.after(one, lane, 0), self.after(one, lane, steps)
+        again = {a.leaf for a in begin if a.run}
+        total, filtered = self._in_progress(end, again) - self._in_progress(begin), 0
+        for a, b in zip(begin, end, strict=True):
             if a.run:
                 continue  # iterated again: only the first time counts
-            total += (self._total(b) if b.run else b.row + bool(b.part)) - a.row - bool(a.part)
+            total += (self._total(b) if b.run else b.row) - a.row
             kept = b.first if b.run else b.kept
             if b.kept is not None and kept is not None and kept >= 0:
                 # A row in progress is computed again on resume, and is kept then. Before, it is if outputs of its own
@@ -146,6 +148,17 @@ class LaneRun:
                 stop = self._total(b) if b.run else b.row + b.inside
                 filtered += max(0, stop - a.row - kept)
         return total, filtered
+
+    def _in_progress(self, places: Sequence[LeafPlace], again: Collection[int] = ()) -> int:
+        """Return the number of rows of which a part is delivered, among those that a first pass draws.
+
+        Of an output that a stage has in progress, it is not known which source of a mix it is of: it is counted once.
+        """
+        first = {each.leaf: each for each in places if not each.run and each.row < self._total(each)}
+        first = {leaf: each for leaf, each in first.items() if leaf not in again}
+        scopes = {each.scope: each.stages[0].rows if each.stages else 0 for each in first.values()}
+        inside = {scope: sum(first[leaf].inside for leaf in scope if leaf in first) for scope in scopes}
+        return sum(max(inside[scope], rows) for scope, rows in scopes.items())
 
     def excluded_rows(self, one: Generation) -> int:
         """Return the rows that a pass came to and left out, because they are excluded."""
@@ -172,7 +185,7 @@ class LaneRun:
         steps = min(track.delivered, one.kept_steps)
         is_over = track.end is not None and steps == track.delivered
         places = self.after(one, lane, steps)
-        consumed = sum(self._total(place) if place.run else place.row + bool(place.part) for place in places)
+        consumed = sum(self._total(place) if place.run else place.row for place in places) + self._in_progress(places)
         dropped = 0
         if is_over:  # rows consumed after the last batch yielded no output, or too few for a batch
             rest, nothing = (
@@ -183,8 +196,8 @@ class LaneRun:
                 dropped = rest
             else:
                 consumed, filtered = consumed + rest, filtered + nothing
-        rest_of = (place for place in self.after(one, lane, steps + is_over) if not place.run)
-        left = sum(self._total(place) - place.row - bool(place.part) for place in rest_of)
+        end = self.after(one, lane, steps + is_over)
+        left = sum(self._total(place) - place.row for place in end if not place.run) - self._in_progress(end)
         if not (is_over or ended):
             begun = any(place.part for place in places)
             return RowCounts(consumed, filtered, dropped, left, begun, self._tree.get("again", False))

@@ -267,11 +267,15 @@ class PassOver(NamedTuple):
 
 
 class StagePart(NamedTuple):
-    """A stage of which a part is delivered: the number of stages after it, its kind, and its sources."""
+    """A stage of which a part is delivered: the number of stages after it, its kind, and its sources.
+
+    ``rows``: rows that become one of its inputs, one of each source that are side by side.
+    """
 
     depth: int
     kind: str
     leaves: range
+    rows: int = 1
 
 
 class LeafPlace(NamedTuple):
@@ -345,7 +349,7 @@ def _places(
         (at, count, *_), depth = at, depth + 1
         if count and kind != "number":
             part = ((kind, int(count)), *part)
-            stages = (*stages, StagePart(depth, kind, _leaves(tree)))
+            stages = (*stages, StagePart(depth, kind, _leaves(tree), _rows_of_input(tree)))
     if "leaf" in tree:
         row, outputs, *kept = at
         if outputs:
@@ -373,6 +377,11 @@ def _places(
     else:
         for inner, cursor in zip(tree["zip"], at, strict=True):
             yield from _places(inner, cursor, epoch, lane, part, run, passes, stages, depth)
+
+
+def _rows_of_input(tree: Mapping[str, Any]) -> int:
+    """Return the number of rows that become one output below the stages of a pipeline."""
+    return sum(map(_rows_of_input, tree["zip"])) if "zip" in tree else 1
 
 
 def _leaves(tree: Mapping[str, Any]) -> range:
