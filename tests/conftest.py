@@ -61,6 +61,13 @@ def pytest_collection() -> Iterator[None]:
         gc.enable()
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collect_file(file_path: Path) -> Iterator[None]:
+    """Examples are in docstrings of src/. Looking for them in all files of tests, too, takes a tenth of the collection."""
+    found = yield
+    return [each for each in found if not isinstance(each, pytest.Module) or type(each) is pytest.Module]
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The longest tests first: one that comes last leaves the other worker with nothing to do."""
     items.sort(key=lambda item: LONGEST.index(item.path.name) if item.path.name in LONGEST else len(LONGEST))
