@@ -61,9 +61,28 @@ def pytest_collection() -> Iterator[None]:
         gc.enable()
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collect_file(file_path: Path) -> Iterator[None]:
+    """Examples are in docstrings of src/. Looking for them in all files of tests, too, takes a tenth of the collection."""
+    found = yield
+    return [each for each in found if not isinstance(each, pytest.Module) or type(each) is pytest.Module]
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(collector: pytest.Collector) -> Iterator[pytest.CollectReport]:
+    """One of two workers collects from the end. In a new checkout, where assertions are compiled in 14 s, each compiles
+    a half of the files, and loads what the other has compiled."""
+    report = yield
+    if isinstance(collector, pytest.Directory) and os.environ.get("PYTEST_XDIST_WORKER") == "gw1":
+        report.result.reverse()
+    return report
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The longest tests first: one that comes last leaves the other worker with nothing to do."""
-    items.sort(key=lambda item: LONGEST.index(item.path.name) if item.path.name in LONGEST else len(LONGEST))
+    """The longest tests first: one that comes last leaves the other worker with nothing to do. Then by their files."""
+    items.sort(
+        key=lambda item: (LONGEST.index(item.path.name) if item.path.name in LONGEST else len(LONGEST), item.path)
+    )
 
 
 @pytest.fixture(autouse=True)

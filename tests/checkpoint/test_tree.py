@@ -21,6 +21,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
+from characters import ENCODABLE
 from midepoch.checkpoint import PipelineCheckpoint
 from midepoch.checkpoint.stateful import fit
 from midepoch.checkpoint.tree import array_specs, decode, encode
@@ -58,14 +59,16 @@ plain = st.recursive(
     | st.booleans()
     | st.integers(-(2**70), 2**70)
     | st.floats()
-    | st.text()
+    | st.text(ENCODABLE)
     | st.binary()
     | st.complex_numbers(allow_nan=False),
     lambda inner: (
         st.lists(inner, max_size=4)
         | st.lists(inner, max_size=4).map(tuple)
-        | st.dictionaries(st.text() | st.integers() | st.tuples(st.integers(), st.text()), inner, max_size=4)
-        | st.sets(st.integers() | st.text(), max_size=4)
+        | st.dictionaries(
+            st.text(ENCODABLE) | st.integers() | st.tuples(st.integers(), st.text(ENCODABLE)), inner, max_size=4
+        )
+        | st.sets(st.integers() | st.text(ENCODABLE), max_size=4)
     ),
     max_leaves=12,
 )
@@ -75,7 +78,7 @@ arrays = hnp.arrays(
 )
 
 
-@given(tree=plain | st.dictionaries(st.text(), plain | arrays, max_size=4), inline=st.sampled_from([0, 8192]))
+@given(tree=plain | st.dictionaries(st.text(ENCODABLE), plain | arrays, max_size=4), inline=st.sampled_from([0, 8192]))
 def test_any_tree_comes_back(tree: Any, inline: int) -> None:
     encoded = encode(tree, "tree", inline=inline)
     text = json.loads(json.dumps(encoded.json, allow_nan=False))

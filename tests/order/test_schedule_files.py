@@ -14,12 +14,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import midepoch
+from characters import ENCODABLE
 from midepoch import Phase, Schedule
 from midepoch.errors import DataNotFoundError
 
 yaml = pytest.importorskip("yaml")
 
-names = st.text(min_size=1, max_size=8) | st.sampled_from(
+names = st.text(ENCODABLE, min_size=1, max_size=8) | st.sampled_from(
     ["no", "yes", "null", "1e9", "2024-01-01", "~", "1_0", "on: [", "<<"]
 )
 weight = st.floats(1e-9, 1e9) | st.integers(1, 10**6) | st.sampled_from([1e-05, 1e16, 0.1])

@@ -20,6 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import midepoch
+from characters import ENCODABLE
 from data import numbered, write_arrow, write_parquet
 from forks import forked
 from midepoch.errors import CorruptBlockError, DataChangedError
@@ -38,8 +39,8 @@ VALUES: dict[pa.DataType, st.SearchStrategy[Any]] = {
     pa.float32(): st.floats(-1e3, 1e3, width=32),
     pa.float64(): st.floats(allow_nan=False),
     pa.bool_(): st.booleans(),
-    pa.string(): st.text(max_size=8),
-    pa.large_string(): st.text(max_size=8),
+    pa.string(): st.text(ENCODABLE, max_size=8),
+    pa.large_string(): st.text(ENCODABLE, max_size=8),
     pa.binary(): st.binary(max_size=8),
     pa.binary(3): st.binary(min_size=3, max_size=3),
     pa.date32(): st.dates(),
@@ -48,11 +49,13 @@ VALUES: dict[pa.DataType, st.SearchStrategy[Any]] = {
     pa.list_(pa.int32()): st.lists(small, max_size=5),
     pa.large_list(pa.float64()): st.lists(st.floats(-9, 9), max_size=5),
     pa.list_(pa.int16(), 3): st.lists(small, min_size=3, max_size=3),
-    pa.list_(pa.string()): st.lists(st.text(max_size=3), max_size=3),
+    pa.list_(pa.string()): st.lists(st.text(ENCODABLE, max_size=3), max_size=3),
     pa.list_(pa.list_(pa.int8())): st.lists(st.lists(small, max_size=2), max_size=2),
-    pa.struct({"a": pa.int32(), "b": pa.string()}): st.fixed_dictionaries({"a": small, "b": st.text(max_size=3)}),
+    pa.struct({"a": pa.int32(), "b": pa.string()}): st.fixed_dictionaries(
+        {"a": small, "b": st.text(ENCODABLE, max_size=3)}
+    ),
     pa.null(): st.none(),
-    pa.string_view(): st.text(max_size=20),
+    pa.string_view(): st.text(ENCODABLE, max_size=20),
 }
 
 

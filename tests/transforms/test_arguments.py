@@ -22,6 +22,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import midepoch
+from characters import ENCODABLE
 from midepoch.errors import CheckpointMismatchError
 from midepoch.sources.splits import HubRequest
 from midepoch.transforms.arguments import arguments_of
@@ -141,7 +142,7 @@ def _plain_digest(text: str) -> str:
 
 
 PLAIN_TEXTS = st.one_of(
-    st.text(max_size=20),
+    st.text(ENCODABLE, max_size=20),
     st.builds(
         "{}{}{}".format,
         st.sampled_from(
