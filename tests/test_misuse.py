@@ -7,7 +7,8 @@ import operator
 import re
 import shutil
 import tarfile
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +19,14 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast
 
 import midepoch
 from data import dataset_of, write_arrow
 from midepoch._internal.hints import NAMES
 from midepoch.audit import read_run
 from midepoch.dataset.habits import ATTRIBUTES
+from midepoch.distributed.world import find_world
 from midepoch.testing import assert_resumes_exactly
 
 Call = Callable[[midepoch.Dataset], Any]
@@ -70,6 +73,7 @@ HF: Wrong = [
     (lambda ds: ds.shuffle(seed="a"), "seed must be an integer"),
     (lambda ds: ds.shuffle(seed=-1), r"seed must be in \[0, 2\*\*64\)"),
     (lambda ds: ds.shuffle(True), "seed must be an integer"),
+    (lambda ds: first(ds.decode("text", "image")), r"no file .*t 0\. .*root='FOLDER'"),
     (lambda ds: ds.shuffle(1, scope="row"), "scope must be one of.*'row'"),
     (lambda ds: ds.shuffle(1, scope="window", window=0), "window"),
     (lambda ds: ds.set_format("torch"), "set_format.*with_format"),
@@ -247,6 +251,13 @@ TORCH: Wrong = [
     (lambda ds: ds.loader(4).load_state_dict(ds.loader(4).state_dict), "what state_dict\\(\\) returned"),
     (lambda ds: assert_resumes_exactly(ds.loader(4)), "takes a function, as in lambda"),  # type: ignore[arg-type]
     (lambda ds: ds.loader(4).sampler, "sampler.*loader.dataset"),
+    (lambda ds: ds.loader(4)[0], r"no positions.*next\(loader\), or loader\.dataset"),
+    (lambda ds: midepoch.from_map_style(ds.loader(4)), r"It is a loader.*loader\.dataset"),
+    (lambda ds: loads_inside(ds.loader(4)), "load_state_dict.*Begin a new loop"),
+    (lambda ds: ds.loader(global_batch_size=64), "global_batch_size.*each rank.*find_world"),
+    (lambda ds: ds.loader(4, audit=__file__), "ledger cannot be kept.*Pass a folder, as in 'runs/7'"),
+    (lambda _: find_world().world_size, "'world_size'. Did you mean size"),
+    (lambda ds: saved(ds.loader(4)).restore_latest(torch.nn.Linear(2, 2)), "a Linear has no state.*model="),
     (lambda ds: ds.loader(4).batch_sampler, "batch_sampler.*loader.dataset"),
     (lambda ds: ds.loader(4).state_dct(), "state_dct.*state_dict"),
     (lambda ds: ds.loader(4).save("x"), "save.*state_dict"),
@@ -278,6 +289,7 @@ TORCH: Wrong = [
 PACK: Wrong = [
     (lambda ds: ds.pack(), "needs length.*eos=.*pad="),
     (lambda ds: ds.pack(0), "length.*at least 1"),
+    (lambda ds: ds.pack(words(), 8), r"pack\(length=…\): expected an integer, got Tok"),
     (lambda ds: ds.pack(8), "input_ids.*id, text"),
     (lambda ds: ds.pack(8, "text", max_length=3), "max_length.*length="),
     (lambda ds: ds.pack(8, "text", pad_token_id=3), "pad_token_id.*pad="),
@@ -339,6 +351,7 @@ OPEN: Wrong = [
     (lambda ds: midepoch.mix([ds, ds], stop="last"), "stop.*'first'"),
     (lambda ds: midepoch.mix(ds, ds), r"takes a list of datasets, mix\(\[a, b\]\)"),
     (lambda ds: midepoch.mix([]), "takes a list of datasets"),
+    (lambda ds: midepoch.mix([ds, ds], seed=None), r"seed must be an integer, got None$"),
     (lambda ds: midepoch.mix([ds, ds], ["70%", "30%"]), "weights are numbers.*'70%'"),
     (lambda ds: midepoch.mix({"a": "data/a.parquet"}), r"got str\. Call midepoch\.from_files"),
     (lambda ds: midepoch.mix([ds, ds.loader(4)]), r"Loader\. It is a loader.*loader\.dataset"),
@@ -493,6 +506,22 @@ def test_padding_that_is_packed_is_announced(ds: midepoch.Dataset, caplog: pytes
         midepoch.mix([ds.tokenize(tokenizer), ds.tokenize(words())]).pack(8)
         midepoch.mix([ds, ds]).tokenize(tokenizer).pack(8)
         assert says in caplog.text if says else caplog.text == ""
+    caplog.clear()
+    for padding, warns in (("do_not_pad", False), ("longest", True)):
+        ds.tokenize(PreTrainedTokenizerFast(tokenizer_object=words()), padding=padding).pack(8)
+        assert ("packed as if it were text" in caplog.text) == warns
+
+
+def test_a_source_that_set_weights_does_not_name(ds: midepoch.Dataset, caplog: pytest.LogCaptureFixture) -> None:
+    loader = midepoch.mix({"a": ds, "b": ds.take(9)}, {"a": 1, "b": 1}).loader(4)
+    for weights, says in (
+        ({"a": 3, "b": 1}, ""),
+        ({"a": 1}, "'b' is not named, so its weight is 0. Name all"),
+        ({"a": 1, "b": 0}, ""),
+    ):
+        caplog.clear()
+        loader.set_weights(weights)
+        assert says in caplog.text if says else caplog.text == ""
 
 
 def test_the_list_is_long_enough() -> None:
@@ -570,6 +599,21 @@ def test_errors_inside_of_functions_are_not_explained_away(tmp_path: Path) -> No
         list(ds.filter(lambda row: row["id"] > 3, input_columns="id"))
     with pytest.raises(TypeError, match="row numbers, got a mask"):
         ds.select([True])
+
+
+def first(rows: Iterable[Any]) -> Any:
+    return next(iter(rows))
+
+
+def loads_inside(loader: midepoch.Loader) -> None:
+    for _ in loader:
+        loader.load_state_dict(loader.state_dict())
+
+
+def saved(loader: midepoch.Loader) -> midepoch.PipelineCheckpoint:
+    checkpoint = midepoch.PipelineCheckpoint(tempfile.mkdtemp())
+    checkpoint.save(loader, step=1)
+    return checkpoint
 
 
 class Encoding:

@@ -18,7 +18,7 @@ def integer(value: Any, what: str, least: int = 0) -> int:
     except TypeError:
         number = None
     if number is None:
-        raise TypeError(f"{what}: expected an integer, got {value!r}")
+        raise TypeError(f"{what}: expected an integer, got {value!r:.60}")
     if not least <= number < LARGEST:
         raise ValueError(f"{what}: expected at least {least}, got {value}")
     return number

@@ -214,7 +214,7 @@ class Ledger:
             if not os.access(self.folder, os.W_OK):
                 raise PermissionError(13, "no permission to write")
         except OSError as problem:
-            text = f"the ledger cannot be kept in {self.folder}: {problem.strerror}"
+            text = f"the ledger cannot be kept in {self.folder}: {problem.strerror}. Pass a folder, as in 'runs/7'"
             raise OSError(problem.errno, text) from None
 
     def _attempt_of(self, shard: Shard) -> str:

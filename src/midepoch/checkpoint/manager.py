@@ -19,7 +19,7 @@ from midepoch.checkpoint.background import Background, Snapshots
 from midepoch.checkpoint.manifest import Keep, Manifest, checked_metadata, parse_keep
 from midepoch.checkpoint.rendezvous import Members, Notes
 from midepoch.checkpoint.restoring import StepLoader
-from midepoch.checkpoint.stateful import fit
+from midepoch.checkpoint.stateful import check_saveable, fit
 from midepoch.checkpoint.store import Steps, open_store
 from midepoch.distributed.keyvalue import run_identity
 from midepoch.distributed.world import World, find_world
@@ -270,6 +270,7 @@ class PipelineCheckpoint:
         self, pipeline: Any, model: Any, optimizer: Any, extra: Mapping[str, Any] | None, rng: bool
     ) -> StepLoader:
         contents = _contents(pipeline, model, optimizer, extra, rng)
+        check_saveable(contents.pipeline, contents.models, contents.extra)
         return StepLoader(self._steps, contents, self._world, self._allow_pickle, self._damaged)
 
     def read(self, step: int, part: str, *, like: Any = None) -> Any:

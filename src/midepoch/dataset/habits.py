@@ -63,6 +63,7 @@ METHODS: dict[str, dict[str, str]] = {
         "seed": "Shuffle the dataset: ds.shuffle(seed=…).loader(…).",
         "epoch": "Call loader.set_epoch(epoch), or load a state.",
         "num_replicas": "Use world_size=….",
+        "global_batch_size": "batch_size is of each rank: divide by midepoch.distributed.world.find_world().size.",
         "num_ranks": "Use world_size=….",
         "dataset": "It is a method of the dataset: ds.loader(batch_size).",
         "pin_memory_device": 'Use device="cuda": batches are on the GPU when they are requested.',

@@ -371,17 +371,19 @@ def pack(
     A row has ``column``, ``position_ids`` (from 0 in every document), ``segment_ids`` (1, 2, … for the documents, 0
     for padding), the ``extra`` columns and, if requested, ``cu_seqlens`` (the bounds of the documents).
     """
+    length = None if length is None else integer(length, "pack(length=…)", 1)
     if not isinstance(column, str):
         raise TypeError(f"pack takes the name of one column, got {column!r:.60}. Others go into extra={{name: pad}}.")
     node, schedule = self.pipeline.node, None
     before = [step for part in (*node.leaves, *node.stages) for step in getattr(part, "steps", ())]
-    if any(isinstance(step, Map) and isinstance(step.function, Tokenize) and not step.rowwise for step in before):
+    grouped = [step.function for step in before if isinstance(step, Map) and not step.rowwise]
+    if any(isinstance(one, Tokenize) and one.options.get("padding") != "do_not_pad" for one in grouped):
         _log.warning("pack: tokenize() pads, and its padding is packed as if it were text. Omit padding=… there.")
     if length is None:
         schedule = _lengths_of(node, strategy)
         length = max(one.sequence_length or 0 for one in schedule.plan)
     spec = PackSpec(
-        integer(length, "pack(length=…)", 1),
+        length,
         column,
         strategy,
         None if eos is None else integer(eos, "pack(eos=…)"),

@@ -14,10 +14,11 @@ import sys
 import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 
+from midepoch._internal.hints import no_attribute
 from midepoch._internal.values import integer, loaded
 from midepoch.errors import WorldError
 
@@ -30,6 +31,9 @@ class World(NamedTuple):
 
     rank: int = 0
     size: int = 1
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise no_attribute("a World", name, self._fields, {})
 
 
 def process_group() -> Any:

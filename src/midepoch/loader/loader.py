@@ -96,6 +96,9 @@ class Loader(Resumable):
                 return object.__getattribute__(self, name)
             raise no_attribute("a Loader", name, dir(self), ATTRIBUTES)
 
+        def __getitem__(self, key: object) -> None:
+            raise TypeError(f"a Loader has no positions, got [{key!r:.30}]. Use next(loader), or loader.dataset[:8].")
+
         def __getitems__(self, keys: object) -> None:  # of torch's DataLoader
             raise TypeError("a Loader makes batches itself. Iterate it in place of a DataLoader, which takes datasets.")
 
@@ -478,6 +481,9 @@ class Loader(Resumable):
         Call it at the same step on all ranks. The weights of the first rank to call it apply on all of them.
         """
         chosen, cursor = edits.checked_weights(weights, self.pipeline), self._next_cursor()
+        if isinstance(weights, Mapping) and isinstance(now := self.weights, dict):
+            for name in (name for name, weight in now.items() if weight and name not in weights):
+                _log.warning("set_weights: %r is not named, so its weight is 0. Name all sources.", name)
         phase, chosen = self._agreed(phase_at(self.pipeline, cursor), chosen, cursor)
         spec, cursor = with_weights(self.pipeline, cursor, phase, chosen)
         _log.info("set_weights: the weights of the mix are %s from the next batch on", [round(w, 6) for w in chosen])

@@ -119,8 +119,8 @@ def check_continues(failure: BaseException | None, closed: bool) -> None:
         raise MidepochError("this iteration has failed. Load the last state, or iterate again.") from failure
     if closed:
         raise MidepochError(
-            "this iteration was stopped by another iter(), load_state_dict() or close() of the same loader. Create a "
-            "second loader to iterate the data twice at the same time."
+            "this iteration was stopped by another iter(), load_state_dict() or close() of the same loader. Begin "
+            "a new loop, or create a second loader to iterate the data twice at the same time."
         )
 
 

@@ -204,7 +204,8 @@ def _length(dataset: Any) -> int:
             "read by number. Store them once: midepoch.from_generator(function that yields its rows)."
         )
     other = None if is_array(dataset) or isinstance(dataset, (list, tuple)) else opener_of(dataset)
-    if isinstance(dataset, (str, bytes, Mapping)) or not (other is None or "map_style" in other):
+    is_loader = type(dataset).__module__ == "midepoch.loader.loader"
+    if is_loader or isinstance(dataset, (str, bytes, Mapping)) or not (other is None or "map_style" in other):
         raise TypeError(instead("from_map_style", expected, dataset))
     if not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
         lacks = "len()" if hasattr(dataset, "__getitem__") else "ds[i]"

@@ -81,7 +81,7 @@ def _mixed(a: npt.NDArray[np.uint32], b: npt.NDArray[np.uint32]) -> npt.NDArray[
 def check_seed(seed: int) -> int:
     """Return the seed as an int. Raise TypeError or ValueError unless it is an integer in [0, 2**64)."""
     if isinstance(seed, bool) or not isinstance(seed, (int, np.integer)):
-        raise TypeError(f"seed must be an integer or None, got {seed!r}")
+        raise TypeError(f"seed must be an integer, got {seed!r}")
     if not 0 <= int(seed) < 2**64:
         raise ValueError(f"seed must be in [0, 2**64), got {seed}")
     return int(seed)

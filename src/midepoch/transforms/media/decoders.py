@@ -298,8 +298,13 @@ def _read(parts: tuple[Any, str | None], root: str | None) -> File:
         return data, path
     if path is None:
         raise ValueError("the value is null. Leave such rows out with filter()")
-    with open(path if root is None else os.path.join(root, path), "rb") as file:
-        return file.read(), path
+    found = path if root is None else os.path.join(root, path)
+    try:
+        with open(found, "rb") as file:
+            return file.read(), path
+    except FileNotFoundError as problem:
+        text = f"there is no file {os.path.abspath(found)}. Relative paths begin at decode(…, root='FOLDER')"
+        raise FileNotFoundError(problem.errno, text) from None
 
 
 @dataclass(frozen=True)
