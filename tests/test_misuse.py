@@ -251,7 +251,6 @@ TORCH: Wrong = [
     (lambda ds: ds.loader(4).load_state_dict(ds.loader(4).state_dict), "what state_dict\\(\\) returned"),
     (lambda ds: assert_resumes_exactly(ds.loader(4)), "takes a function, as in lambda"),  # type: ignore[arg-type]
     (lambda ds: ds.loader(4).sampler, "sampler.*loader.dataset"),
-    (lambda ds: ds.loader(4)[0], r"no positions.*next\(loader\), or loader\.dataset"),
     (lambda ds: midepoch.from_map_style(ds.loader(4)), r"It is a loader.*loader\.dataset"),
     (lambda ds: loads_inside(ds.loader(4)), "load_state_dict.*Begin a new loop"),
     (lambda ds: ds.loader(global_batch_size=64), "global_batch_size.*each rank.*find_world"),

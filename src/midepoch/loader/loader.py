@@ -96,9 +96,6 @@ class Loader(Resumable):
                 return object.__getattribute__(self, name)
             raise no_attribute("a Loader", name, dir(self), ATTRIBUTES)
 
-        def __getitem__(self, key: object) -> None:
-            raise TypeError(f"a Loader has no positions, got [{key!r:.30}]. Use next(loader), or loader.dataset[:8].")
-
         def __getitems__(self, keys: object) -> None:  # of torch's DataLoader
             raise TypeError("a Loader makes batches itself. Iterate it in place of a DataLoader, which takes datasets.")
 

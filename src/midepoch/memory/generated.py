@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from midepoch._internal.hints import hinted, instead, is_array, opener_of
+from midepoch._internal.hints import hinted, instead, is_array, opener_of, remedy_for
 from midepoch._internal.progress import Progress
 from midepoch._internal.values import loaded
 from midepoch.dataset import Dataset, habits, parts
@@ -204,12 +204,13 @@ def _length(dataset: Any) -> int:
             "read by number. Store them once: midepoch.from_generator(function that yields its rows)."
         )
     other = None if is_array(dataset) or isinstance(dataset, (list, tuple)) else opener_of(dataset)
-    is_loader = type(dataset).__module__ == "midepoch.loader.loader"
-    if is_loader or isinstance(dataset, (str, bytes, Mapping)) or not (other is None or "map_style" in other):
+    if isinstance(dataset, (str, bytes, Mapping)) or not (other is None or "map_style" in other):
         raise TypeError(instead("from_map_style", expected, dataset))
     if not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
         lacks = "len()" if hasattr(dataset, "__getitem__") else "ds[i]"
-        raise TypeError(f"from_map_style takes {expected}, got {type(dataset).__name__} without {lacks}.")
+        raise TypeError(
+            f"from_map_style takes {expected}, got {type(dataset).__name__} without {lacks}. {remedy_for(dataset)}".rstrip()
+        )
     length = len(dataset)
     if not length:
         raise DataNotFoundError(f"from_map_style: {type(dataset).__name__} is empty. Check what it was made from.")
