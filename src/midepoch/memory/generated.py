@@ -209,7 +209,7 @@ def _length(dataset: Any) -> int:
     if not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
         lacks = "len()" if hasattr(dataset, "__getitem__") else "ds[i]"
         raise TypeError(
-            f"from_map_style takes {expected}, got {type(dataset).__name__} without {lacks}. {remedy_for(dataset)}".rstrip()
+            f"from_map_style takes {expected}, got {type(dataset).__name__} without {lacks}. {remedy_for(dataset)}"
         )
     length = len(dataset)
     if not length:
