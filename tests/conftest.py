@@ -45,7 +45,17 @@ os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
-LONGEST = ("test_ray.py", "test_chaos.py", "test_frameworks.py", "test_torchrun.py", "test_ranks.py", "test_crash.py")
+LONGEST = (
+    *("test_ray.py", "test_chaos.py", "test_frameworks.py", "test_seed_004.py", "test_rollouts.py", "test_torchrun.py"),
+    *(
+        "test_last_checkpoint.py",
+        "test_feed.py",
+        "test_pages.py",
+        "test_ranks.py",
+        "test_crash.py",
+        "test_restoring.py",
+    ),
+)
 
 
 @pytest.hookimpl(wrapper=True)
