@@ -314,7 +314,7 @@ def test_columns_that_come_and_go_are_refused(ds: midepoch.Dataset, tmp_path: Pa
     (tmp_path / "file").touch()
     with pytest.raises(MidepochError, match="cannot be written"):
         ds.cache(tmp_path / "file" / "folder")
-    with pytest.raises(ValueError, match="empty"):
+    with pytest.raises(TypeError, match="got ''. Omit it for the default"):
         ds.cache("")
 
 

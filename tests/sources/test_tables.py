@@ -172,7 +172,7 @@ def test_a_mix_of_snapshots_names_the_source_that_differs(table: Table) -> None:
     table.append()
     old = table.open(**{table.argument: version})
     with pytest.raises(
-        CheckpointMismatchError, match=rf"source 1: data differs.*\n.*\n.*\n.*{table.argument}={version}"
+        CheckpointMismatchError, match=rf"source 'b': data differs.*\n.*\n.*\n.*{table.argument}={version}"
     ):
         midepoch.mix({"a": old, "b": table.open()}).loader(4).load_state_dict(state)
 

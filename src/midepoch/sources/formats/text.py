@@ -41,7 +41,7 @@ from midepoch.sources.formats.lines import (
     row_ends,
     scan_text,
 )
-from midepoch.sources.names import COMPRESSIONS, not_the_data
+from midepoch.sources.names import COMPRESSIONS, format_of, not_the_data
 from midepoch.storage.damage import DamageError
 from midepoch.storage.stores import Entry, Store
 
@@ -157,7 +157,8 @@ def _header(store: Store, entry: Entry, delimiter: str) -> tuple[list[str], int]
     if not end and (len(head) >= _HEADER or not is_closed(head[blank:], delimiter.encode())):
         raise DamageError(f"{name}: its header has no end in {len(head)} bytes. Check for an unclosed quote.")
     end = end or len(head)
-    if (other := not_the_data(head)) is not None:
+    chosen = "jsonl" if format_of(entry.path, None) == "jsonl" else ""  # then CSV was asked for by its name
+    if (other := not_the_data(head, chosen)) is not None:
         raise DamageError(f"{name}: {other}.")
     try:
         text = head[blank:end].decode()
