@@ -100,7 +100,7 @@ def train_test_split(
             raise ValueError("train_test_split: stratify_by_column draws rows at random. Omit shuffle=False.")
         drawn = Bijection(len(chosen), derive(check_seed(0 if seed is None else seed), 0, "split"))
         parts = stratified(drawn, strata(self, stratify_by_column, "train_test_split"), train, test)
-        return Splits({SplitName(name): with_selection(self, chosen.select(rows)) for name, rows in parts.items()})
+        return SplitDict({SplitName(name): with_selection(self, chosen.select(rows)) for name, rows in parts.items()})
     if not shuffle:
         first, last = chosen.slice(0, train), chosen.slice(train, train + test)
     else:
@@ -110,10 +110,10 @@ def train_test_split(
         if train + test < len(chosen):
             others = drawn(np.arange(test + train, len(chosen), dtype=np.int64))
             first = chosen.without(np.sort(np.concatenate([rows, others])))
-    return Splits({SplitName("train"): with_selection(self, first), SplitName("test"): with_selection(self, last)})
+    return SplitDict({SplitName("train"): with_selection(self, first), SplitName("test"): with_selection(self, last)})
 
 
-class Splits(dict[str, Any]):
+class SplitDict(dict[str, Any]):
     """The parts of a dataset by their names."""
 
     def __getattr__(self, name: str) -> Any:
