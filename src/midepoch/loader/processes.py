@@ -271,8 +271,8 @@ def _start_method(leaves: Sequence[Leaf]) -> str | None:
     return "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
 
 
-_FITS = 4096
-"""Bytes of a message that fit into any pipe that can be written to."""
+_FITS = getattr(select, "PIPE_BUF", 512) - 16
+"""Bytes of a message that fit, with its head, into any pipe that can be written to."""
 _PAUSE = 0.005
 _CHECK = 2.0
 """Seconds between checks that the other process is alive, in case another process has inherited its end of the pipe."""

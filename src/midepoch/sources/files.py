@@ -280,8 +280,8 @@ def _common_format(store: Store, entries: list[Entry]) -> str:
     if len(named) > 1:
         listed = ", ".join(f"{kind} ({store.name(path)})" for kind, path in named.items())
         raise FormatError(
-            f"the files have different formats: {listed}. Choose one of a folder with "
-            "format=…, or open each by itself and combine them with midepoch.concat([a, b]) or mix([a, b])."
+            f"the files have different formats: {listed}. Pass format=… for those of "
+            "one format in a folder, or open each by itself and combine them with midepoch.concat([a, b]) or mix([a, b])."
         )
     return next(iter(named), None) or _sniffed(store, entries[0])
 
