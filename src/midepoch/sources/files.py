@@ -281,7 +281,7 @@ def _common_format(store: Store, entries: list[Entry]) -> str:
         listed = ", ".join(f"{kind} ({store.name(path)})" for kind, path in named.items())
         raise FormatError(
             f"the files have different formats: {listed}. Pass format=… for those of "
-            "one format in a folder, or open each by itself and combine them with midepoch.concat([a, b]) or mix([a, b])."
+            "one format, or open each by itself and combine them with midepoch.concat([a, b]) or mix([a, b])."
         )
     return next(iter(named), None) or _sniffed(store, entries[0])
 
