@@ -34,27 +34,33 @@ PATIENCE = 180_000
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
+    """One tab for all tests: a new one costs a process, and a second of a core."""
     with playwright.sync_playwright() as found:
         started = found.chromium.launch(executable_path=BROWSER, args=FLAGS, timeout=PATIENCE)
-        yield started
+        tab = started.new_page()
+        tab.set_default_timeout(PATIENCE)
+        yield tab
         started.close()
 
 
 class Page:
     """A page, and everything that went wrong in it."""
 
-    def __init__(self, browser: Any, address: str, *, width: int = 1200, dark: bool = False) -> None:
+    def __init__(self, tab: Any, address: str, *, width: int = 1200, dark: bool = False) -> None:
         self.problems: list[str] = []
-        self._context = browser.new_context(
-            viewport={"width": width, "height": 900}, color_scheme="dark" if dark else "light"
-        )
-        self._context.set_default_timeout(PATIENCE)
-        self.page = self._context.new_page()
-        self.page.on("console", lambda said: self.problems.append(said.text) if said.type != "log" else None)
-        self.page.on("pageerror", lambda problem: self.problems.append(str(problem)))
-        self.page.on("request", lambda asked: self.requests.append(asked.url))
         self.requests: list[str] = []
-        self.page.goto(address)
+        self.page = tab
+        tab.goto("about:blank")
+        tab.set_viewport_size({"width": width, "height": 900})
+        tab.emulate_media(color_scheme="dark" if dark else "light")
+        self._listeners = {
+            "console": lambda said: self.problems.append(said.text) if said.type != "log" else None,
+            "pageerror": lambda problem: self.problems.append(str(problem)),
+            "request": lambda asked: self.requests.append(asked.url),
+        }
+        for event, listener in self._listeners.items():
+            tab.on(event, listener)
+        tab.goto(address)
 
     def count(self, selector: str) -> int:
         return self.page.locator(selector).count()
@@ -64,7 +70,8 @@ class Page:
 
     def close(self) -> None:
         self.said = self.page.locator("body").inner_text()
-        self._context.close()
+        for event, listener in self._listeners.items():
+            self.page.remove_listener(event, listener)
         assert self.problems == []
 
 
@@ -126,14 +133,14 @@ def test_light_and_dark(browser: Any, address: str) -> None:
     def background(page: Page) -> str:
         return page.page.evaluate("getComputedStyle(document.body).backgroundColor")
 
-    light, dark = Page(browser, address), Page(browser, address, dark=True)
-    assert background(light) == "rgb(246, 247, 249)" and background(dark) == "rgb(13, 17, 23)"
-    light.page.click("#theme")
-    dark.page.click("#theme")
-    assert background(light) == "rgb(13, 17, 23)" and background(dark) == "rgb(246, 247, 249)"
-    assert light.count("#consumption-svg rect.piece") == 3
-    light.close()
-    dark.close()
+    colours = {False: "rgb(246, 247, 249)", True: "rgb(13, 17, 23)"}
+    for dark in (False, True):
+        found = Page(browser, address, dark=dark)
+        assert background(found) == colours[dark]
+        found.page.click("#theme")
+        assert background(found) == colours[not dark]
+        assert found.count("#consumption-svg rect.piece") == 3
+        found.close()
 
 
 def test_data_alone(browser: Any, labelled_files: str, tmp_path: Path) -> None:
@@ -291,16 +298,16 @@ def test_phases_weights_exclusions_and_leases(browser: Any, labelled_files: str,
     next(rows)
     with ds.loader(10, audit=tmp_path / "leases").lease() as items:
         next(items).ack()
-    pages = []
-    for name in ("mix", "rows", "leases"):
+    wanted = {
+        "mix": {"#now": ["main"], "#sources": ["Weights set during the run: a 20"]},
+        "rows": {"#epochs": ["excluded", "30"]},
+        "leases": {"#epochs": ["acknowledged", "still out"]},
+    }
+    for name, places in wanted.items():
         path = tmp_path / f"{name}.html"
         path.write_text(render(collect(tmp_path / name)))
-        pages.append(Page(browser, path.as_uri(), width=340))
-    mix, rows_page, leases = pages
-    assert "main" in mix.text("#now") and "Weights set during the run: a 20" in mix.text("#sources")
-    assert "excluded" in rows_page.text("#epochs") and "30" in rows_page.text("#epochs")
-    assert "acknowledged" in leases.text("#epochs") and "still out" in leases.text("#epochs")
-    for page in pages:
+        page = Page(browser, path.as_uri(), width=340)
+        assert all(text in page.text(place) for place, texts in places.items() for text in texts)
         assert page.page.evaluate("document.scrollingElement.scrollWidth") <= 340
         page.close()
 
