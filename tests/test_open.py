@@ -161,6 +161,9 @@ def test_load_from_disk(tmp_path: Path) -> None:
         midepoch.load_from_disk(tmp_path / "dict")
     with pytest.raises(DataNotFoundError, match="no split 'valid'.*train, test"):
         midepoch.load_from_disk(tmp_path / "dict", split="valid")
+    for name in ("one", "dict"):
+        with pytest.raises(FormatError, match=rf"written by save_to_disk.*load_from_disk\('{tmp_path / name}'\)"):
+            midepoch.from_files(tmp_path / name)
 
 
 def test_from_files_takes_file_list_glob_and_folder(small_files: list[str]) -> None:

@@ -57,6 +57,12 @@ def test_audit(run: Path) -> None:
     assert "37" in call("audit", run / "run", "--against", run / "run").output
 
 
+def test_a_row_from_memory_is_shown_without_the_folder_of_the_cache(tmp_path: Path) -> None:
+    next(midepoch.from_list([{"x": 1}, {"x": 2}]).loader(1, audit=str(tmp_path)))
+    shown = call("audit", tmp_path, "--step", 1).output
+    assert "row 0 of part-00000.arrow" in " ".join(shown.replace("│", " ").split()), shown
+
+
 def test_audit_finds_what_is_wrong_and_says_what_cannot_be_looked_at(small_files: list[str], tmp_path: Path) -> None:
     ds = midepoch.from_files(small_files)
     for number, position in enumerate([0, 10]):

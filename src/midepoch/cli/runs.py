@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import time
 import webbrowser
 from pathlib import Path
@@ -183,15 +184,20 @@ def _documents(found: list[Document], what: str, as_json: bool) -> None:
 
 
 def _list(records: list[Any], shown: list[dict[str, Any]], names: list[str], what: str, as_json: bool) -> None:
-    """Print records as JSON, or the columns with these names as a table, with places as seen from this folder."""
+    """Print records as JSON, or the columns with these names as a table.
+
+    Files of this folder, and those of data in memory, are shown without their folders.
+    """
     if as_json:
         common.print_json(records)
     elif not shown:
         common.say(f"{what}: not in the history of these weights")
     else:
-        here = f" {os.getcwd()}{os.sep}"
+        from midepoch.storage.cache_files import default_index_dir
+
+        folders = rf" ({re.escape(os.getcwd())}|{re.escape(str(default_index_dir()))}/memory/\w+)/"
         rows = [
-            {**{name: one[name] for name in names}, "where it is": one["place"].replace(here, " ")} for one in shown
+            {**{name: one[name] for name in names}, "where it is": re.sub(folders, " ", one["place"])} for one in shown
         ]
         common.print_table(rows, title=what, right=["tokens"], most=_LISTED)
 

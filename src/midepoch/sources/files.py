@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import posixpath
 import re
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -41,6 +42,7 @@ from midepoch.storage.stores import Entry, Store
 
 PathLike = str | os.PathLike[str]
 _log = logging.getLogger("midepoch")
+_OF_SAVE_TO_DISK = ("dataset_dict.json", "state.json")
 _FEW = 16
 """Maximum number of paths that are requested one by one. For more, their folders are listed."""
 
@@ -278,6 +280,10 @@ def _common_format(store: Store, entries: list[Entry]) -> str:
     if len(named) > 1 and any(kind in KINDS for kind in named):
         named = _formats_of([entry for entry in entries if not is_metadata(entry.path)])
     if len(named) > 1:
+        saved = next((entry.path for entry in entries if posixpath.basename(entry.path) in _OF_SAVE_TO_DISK), None)
+        if saved is not None:
+            folder = store.name(posixpath.dirname(saved))
+            raise FormatError(f"{folder} was written by save_to_disk. Call midepoch.load_from_disk({folder!r}).")
         listed = ", ".join(f"{kind} ({store.name(path)})" for kind, path in named.items())
         raise FormatError(
             f"the files have different formats: {listed}. Pass format=… for those of "
