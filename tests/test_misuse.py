@@ -6,6 +6,8 @@ import io
 import operator
 import re
 import shutil
+import subprocess
+import sys
 import tarfile
 import tempfile
 from collections.abc import Callable, Iterable
@@ -461,6 +463,61 @@ SILENT: Wrong = [
 ]
 """Mistakes that could be accepted without a word, or fail far from their cause."""
 
+FIRST_WEEK: Wrong = [
+    (lambda ds: ds.sample(100), r"train_test_split\(test_size=100, seed=0\)"),
+    (lambda ds: ds.drop(columns=["text"]), "remove_columns"),
+    (lambda ds: ds.sort_values("id"), r"ds\.sort\(column\)"),
+    (lambda ds: ds.rename({"id": "n"}), "rename_columns"),
+    (lambda ds: ds.groupby("id"), "never grouped"),
+    (lambda ds: ds.to_torch(), r"ds\.loader\(batch_size\)"),
+    (lambda ds: ds.reset_index(), "omit it"),
+    (lambda ds: ds.steps_per_epoch, r"loader\(batch_size, steps_per_epoch=…\)"),
+    (lambda ds: ds.column_values, "column_names"),
+    (lambda ds: ds.loader(4, shuffle=False), "Omit it: rows come in the dataset's order"),
+    (lambda ds: ds.loader(4, sampler=None), "Omit it if it is None"),
+    (lambda ds: ds.shuffle(10_000, seed=42), r"'seed' twice.*first argument is the seed.*ds\.shuffle\(seed=42\)"),
+    (lambda ds: ds.rename_column({"id": "n"}), "use rename_columns"),
+    (lambda ds: ds.take(0.1), r"expected an integer, got 0\.1.*ds\.slice\(None, '10%'\)"),
+    (lambda ds: ds.skip("10%"), r"expected an integer, got '10%'.*ds\.slice\('10%'\)"),
+    (lambda ds: ds.weighted([0.5, 0.5], seed=1), r"20 weights.*got 2.*each class.*balanced"),
+    (lambda ds: ds.repeat(3), "for epoch in range"),
+    (lambda ds: ds.pack(8, "id", eos="</s>"), r"got '</s>'.*tokenizer\.eos_token_id"),
+    (lambda ds: ds.pack(8, "id", pad="<pad>"), r"got '<pad>'.*tokenizer\.pad_token_id"),
+    (lambda ds: ds.pack(8, pad=-100), r"-100 is for labels.*tokenizer\.pad_token_id"),
+    (lambda ds: len(midepoch.mix([ds, ds], stop="never").loader(4)), "never ends.*steps_per_epoch="),
+    (
+        lambda ds: next(ds.loader(4, collate_fn=lambda rows: None)),
+        "returned None for a batch of 4 rows.*Return the batch",
+    ),
+    (lambda ds: list(ds.map(lambda row: (yield))), "it returned generator. Return one dict, or use flat_map"),
+    (
+        lambda ds: list(ds.map(lambda row: {"ids": [[1, 2]]}).pack(4, "ids")),
+        "not lists of numbers.*omit return_tensors",
+    ),
+    (lambda ds: midepoch.mix({"a": ds, "b": ds}).loader(4).set_weights(a=1, b=1), r"Pass a dict, set_weights\(\{"),
+    (lambda _: midepoch.from_files("a.csv", header=None), "'header'.*from_pandas"),
+    (lambda _: midepoch.from_files("a.csv", encoding="cp1252"), "UTF-8.*from_pandas"),
+    (lambda _: midepoch.from_files("a.csv", dtype=str), "'dtype'.*cast"),
+    (lambda _: midepoch.from_files("a.csv", nrows=10), "take"),
+    (lambda _: midepoch.from_files("a.jsonl", lines=True), "recognized: omit it"),
+    (lambda _: midepoch.from_files("$DATA/a.parquet"), "expandvars"),
+    (lambda _: midepoch.from_files("{folder}/a.parquet"), "not filled in.*f'"),
+    (lambda _: written("a.csv", "1,word 1,1\n2,word 2,3\n"), "add a header if that row is one of data"),
+    (lambda _: written("a.jsonl", '{"id": 1},\n{"id": 2},\n'), "ends with a comma, and JSON lines have none"),
+    (lambda _: written("a.jsonl", "{'id': 1}\n"), "single quotes.*json.dumps"),
+    (lambda ds: saved(ds.loader(4)).restore(ds.loader(4), step="latest"), "got 'latest'.*restore_latest"),
+    (
+        lambda ds: saved(ds.loader(4)).restore(ds.loader(4), optimizer=OPTIMIZER.state_dict(), step=1),
+        "optimizer is what state_dict\\(\\) returned, a copy. Pass the object itself",
+    ),
+    (
+        lambda ds: saved(ds.loader(4)).restore(ds.loader(4), extra={"s": SCHEDULER.state_dict()}, step=1),
+        "s is what state_dict\\(\\) returned, a copy",
+    ),
+    (lambda ds: ds.loader(4).load_state_dict(ds.take(9).loader(4).state_dict()), "state of another loader|take, skip"),
+]
+"""Mistakes of people in their first week, of whom none had seen the lists above."""
+
 
 @pytest.fixture(scope="module")
 def ds(tmp_path_factory: pytest.TempPathFactory) -> midepoch.Dataset:
@@ -468,7 +525,9 @@ def ds(tmp_path_factory: pytest.TempPathFactory) -> midepoch.Dataset:
     return dataset_of(tmp_path_factory.mktemp("misuse"), table, 7)
 
 
-@pytest.mark.parametrize("wrong", [HF, TORCH, PACK, OPEN, SILENT], ids=["hf", "torch", "pack", "open", "silent"])
+@pytest.mark.parametrize(
+    "wrong", [HF, TORCH, PACK, OPEN, SILENT, FIRST_WEEK], ids=["hf", "torch", "pack", "open", "silent", "first week"]
+)
 def test_every_message_names_the_problem_and_the_way_out(wrong: Wrong, ds: midepoch.Dataset) -> None:
     unhelpful = []
     for number, (call, says) in enumerate(wrong):
@@ -598,6 +657,51 @@ def test_errors_inside_of_functions_are_not_explained_away(tmp_path: Path) -> No
         list(ds.filter(lambda row: row["id"] > 3, input_columns="id"))
     with pytest.raises(TypeError, match="row numbers, got a mask"):
         ds.select([True])
+
+
+def test_a_value_that_is_none_in_a_function(ds: midepoch.Dataset) -> None:
+    nulls = ds.map(lambda row: {"text": None if row["id"] == 3 else row["text"]})
+    says = "'text' is None in the row: test for it, or filter such rows out"
+    for wrong in (nulls.map(lambda row: {"n": len(row["text"])}), nulls.filter(lambda row: row["text"] > "a")):
+        with pytest.raises(midepoch.MapError, match=says):
+            list(wrong)
+
+
+def test_one_row_of_columns_and_a_file_given_twice(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for text, says in (
+        ('{"id": {"0": 1, "1": 2}, "text": {"0": "a", "1": "b"}}', True),  # as pandas' to_json writes it
+        ('{"id": [1, 2], "text": ["a", "b"]}', True),
+        ('{"id": 1, "ids": [1, 2]}', False),
+    ):
+        (tmp_path / "a.json").write_text(text)
+        caplog.clear()
+        assert len(midepoch.from_files(tmp_path / "a.json")) == 1
+        assert ("values are columns: id, text" in caplog.text) == says
+    assert len(midepoch.from_files([tmp_path / "a.json", tmp_path / "a.json"])) == 2
+    assert "a.json is given more than once" in caplog.text
+
+
+def test_a_run_that_begins_again_beside_its_ledger(tmp_path: Path) -> None:
+    job = (
+        "import midepoch, sys; loader = midepoch.from_dict({'x': range(20)}).loader(2, audit=sys.argv[1]);"
+        "[next(loader) for _ in range(3)]"
+    )
+    said = [
+        subprocess.run([sys.executable, "-c", job, tmp_path], capture_output=True, text=True, check=True).stderr
+        for _ in range(2)
+    ]
+    assert "has 3 steps of an earlier start" not in said[0]
+    assert "has 3 steps of an earlier start, and this one begins at step 0" in said[1]
+
+
+def written(name: str, text: str) -> midepoch.Dataset:
+    path = Path(tempfile.mkdtemp()) / name
+    path.write_text(text)
+    return midepoch.from_files(path)
+
+
+OPTIMIZER = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
+SCHEDULER = torch.optim.lr_scheduler.StepLR(OPTIMIZER, 3)
 
 
 def first(rows: Iterable[Any]) -> Any:

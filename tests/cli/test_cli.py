@@ -8,7 +8,10 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
+import torch
 from commands import call, of_json, refused
 
 import midepoch
@@ -37,6 +40,38 @@ def run(small_files: list[str], tmp_path: Path) -> Path:
     PipelineCheckpoint(tmp_path / "checkpoints").save(loaders[0], step=7)
     (tmp_path / "state.json").write_text(json.dumps(state))
     return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        (["head", "a.parquet"], "No such command 'head'. Did you mean peek?"),
+        (["tables"], "There are: info, peek, index"),
+        (["peek", "a.parquet", "--rows", "5"], "-n"),
+        (["plan", "checkpoints"], "need the name of an option, such as --checkpoint FOLDER"),
+        (["inspect", "a.parquet"], "is data (parquet), not a state. Use `midepoch info`"),
+        (["inspect", "a.pt"], "file of torch.save. Write the state that is in it as JSON"),
+        (
+            ["diff", "a.json", "--dataset", "made.py:ds"],
+            "'ds' in made.py is a dataset. Name a function without arguments",
+        ),
+        (["diff", "a.json", "--dataset", "made.py:make"], "must be a function without arguments: missing a required"),
+    ],
+)
+def test_commands_as_people_type_them_first(
+    given: list[str], says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    pq.write_table(pa.table({"x": [1], "y": [2]}), "a.parquet")
+    torch.save({"a": 1}, "a.pt")
+    Path("a.json").write_text(json.dumps(midepoch.from_dict({"x": [1]}).state_dict()))
+    Path("made.py").write_text("import midepoch\nds = midepoch.from_dict({'x': [1]})\ndef make(path): return ds\n")
+    assert says in " ".join(call(*given).output.split())
+
+
+def test_columns_may_have_spaces_between_them(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"x": [1], "y": [2], "z": [3]}), tmp_path / "a.parquet")
+    assert call("peek", tmp_path / "a.parquet", "--columns", "x y").output.count("int64") == 2
 
 
 def test_audit(run: Path) -> None:

@@ -16,7 +16,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 C = TypeVar("C", bound=type)
 
 Hints = Mapping[str, str]
-"""Names that people know from other libraries, and what to do here instead."""
+"""Names that people know from other libraries, and what to do here instead. ``*``: any other name."""
 
 
 def hinted(hints: Hints | None = None, name: str | None = None) -> Callable[[F], F]:
@@ -91,7 +91,12 @@ def explained(
     unknown = [] if takes_any else [key for key in kwargs if key not in parameters]
     if unknown:
         first = unknown[0]
-        hint = hints.get(first) or nearest(first, parameters, "{}=") or f"It takes {_listed(parameters)}."
+        hint = (
+            hints.get(first)
+            or nearest(first, parameters, "{}=")
+            or hints.get("*")
+            or f"It takes {_listed(parameters)}."
+        )
         return f"{name}() has no argument {first!r}. {hint}"
     positional = [key for key, each in parameters.items() if each.kind is each.POSITIONAL_OR_KEYWORD]
     takes_more = any(each.kind is inspect.Parameter.VAR_POSITIONAL for each in parameters.values())
@@ -103,7 +108,8 @@ def explained(
         return f"{name}() takes {_count(len(positional))} by position, got {given}.{rest}"
     twice = [key for key in positional[:given] if key in kwargs]
     if twice:
-        return f"{name}() got {twice[0]!r} twice: by position and by name."
+        hint = hints.get(f"{twice[0]} twice", "")
+        return f"{name}() got {twice[0]!r} twice: by position and by name.{' ' if hint else ''}{hint}"
     bound = {*positional[:given], *kwargs}
     needed = [
         key
@@ -119,9 +125,7 @@ def explained(
 def no_attribute(owner: str, name: str, names: Iterable[str], hints: Hints) -> AttributeError:
     """Return the error for an attribute that does not exist."""
     names = tuple(names)
-    words = [name, *name.split("_")]
-    known = next((hints[word] for word in words if word in hints), "")
-    hint = "" if name.startswith("_") else known or nearest(name, names, "{}") or _all(names)
+    hint = "" if name.startswith("_") else hints.get(name) or nearest(name, names, "{}") or _all(names)
     return _attribute_error(f"{owner} has no attribute {name!r}.{' ' if hint else ''}{hint}", name)
 
 

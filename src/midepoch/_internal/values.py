@@ -11,14 +11,17 @@ from typing import Any
 LARGEST = 2**62
 
 
-def integer(value: Any, what: str, least: int = 0) -> int:
-    """Return the value as an int. Raise TypeError if it is not an integer, ValueError if it is below ``least``."""
+def integer(value: Any, what: str, least: int = 0, hint: str = "") -> int:
+    """Return the value as an int. Raise TypeError if it is not an integer, ValueError if it is below ``least``.
+
+    ``hint``: a sentence for what else people pass.
+    """
     try:
         number = None if isinstance(value, bool) else operator.index(value)
     except TypeError:
         number = None
     if number is None:
-        raise TypeError(f"{what}: expected an integer, got {value!r:.60}")
+        raise TypeError(f"{what}: expected an integer, got {value!r:.60}{'. ' * bool(hint)}{hint}")
     if not least <= number < LARGEST:
         raise ValueError(f"{what}: expected at least {least}, got {value}")
     return number

@@ -265,6 +265,7 @@ class Ledger:
         self.lanes = LaneRecorder(cursor.lanes, numbers, start(spec.node))
         try:
             journal, previous = self._opened(attempt, shard)
+            self._warn_of(sum(steps for _, steps in previous), cursor, shard, load=load)
             number = next(_numbers)
             if sources and in_lanes and not load:
                 self.documents.begin(journal.path, number)
@@ -312,6 +313,16 @@ class Ledger:
         self._beside = self._how == "on" and before not in (None, self)
         if before is not None and before is not self:
             before._beside, before.due = True, 0.0  # if it continues with its own pass after this
+
+    def _warn_of(self, earlier: int, cursor: Cursor, shard: Shard, *, load: bool) -> None:
+        """Log that a run begins from its first step beside ``earlier`` steps, which mostly is a forgotten state."""
+        if earlier and self._how == "fresh" and not (load or cursor.steps or shard.index):
+            _log.warning(
+                "the ledger in %s has %s steps of an earlier start, and this one begins at step 0, without a state. To "
+                "resume, load its checkpoint first. For another run, pass another folder.",
+                self.folder,
+                f"{earlier:,}",
+            )
 
     def _opened(self, attempt: str, shard: Shard) -> tuple[Journal, list[tuple[str, int]]]:
         """Return a journal of its own, and if it is new the files of earlier processes. Raises OSError."""

@@ -19,7 +19,7 @@ from midepoch.checkpoint.background import Background, Snapshots
 from midepoch.checkpoint.manifest import Keep, Manifest, checked_metadata, parse_keep
 from midepoch.checkpoint.rendezvous import Members, Notes
 from midepoch.checkpoint.restoring import StepLoader
-from midepoch.checkpoint.stateful import check_saveable, fit
+from midepoch.checkpoint.stateful import check_saveable, fit, refuse_copies
 from midepoch.checkpoint.store import Steps, open_store
 from midepoch.distributed.keyvalue import run_identity
 from midepoch.distributed.world import World, find_world
@@ -271,6 +271,7 @@ class PipelineCheckpoint:
     ) -> StepLoader:
         contents = _contents(pipeline, model, optimizer, extra, rng)
         check_saveable(contents.pipeline, contents.models, contents.extra)
+        refuse_copies({**contents.extra, **contents.models})
         return StepLoader(self._steps, contents, self._world, self._allow_pickle, self._damaged)
 
     def read(self, step: int, part: str, *, like: Any = None) -> Any:
@@ -319,7 +320,9 @@ class PipelineCheckpoint:
     def manifest(self, step: int) -> Manifest:
         """Return everything about a step except its contents: time, world size, parts, sizes."""
         self._background.wait()
-        return restoring.named_manifest(self._steps, integer(step, "step"))
+        return restoring.named_manifest(
+            self._steps, integer(step, "step", hint="For the newest, use restore_latest, or latest_step().")
+        )
 
     def verify(self, step: int) -> None:
         """Read all of a step; raises CheckpointDamagedError if anything differs from what was written."""

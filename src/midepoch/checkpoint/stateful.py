@@ -195,6 +195,17 @@ def check_saveable(pipeline: Any, models: Mapping[str, Any], extra: Any) -> None
         raise TypeError(f"extra: expected a dict from names to values, got a {type(extra).__qualname__}")
 
 
+_COPIES = ({"state", "param_groups"}, {"last_epoch", "_step_count"}, {"growth_factor", "_growth_tracker"})
+"""Keys of what state_dict() of torch's optimizers, schedulers and scalers returns."""
+
+
+def refuse_copies(values: Mapping[str, Any]) -> None:
+    """Raise TypeError for the result of a state_dict() that is a copy: restoring into it would change nothing else."""
+    for name, value in values.items():
+        if isinstance(value, Mapping) and any(keys <= value.keys() for keys in _COPIES):
+            raise TypeError(f"restore: {name} is what state_dict() returned, a copy. Pass the object itself.")
+
+
 def restore_targets(owner: Any, json: Any) -> dict[str, Any]:
     """Return the arrays of an object that saved ones can be read into, without a copy in between.
 

@@ -31,6 +31,18 @@ COMMANDS: dict[str, tuple[Any, ...]] = {
 """Commands by panel of the list."""
 
 
+_INSTEAD = {
+    **dict.fromkeys(("--rows", "--limit", "--num", "--count", "--head"), "-n"),
+    **dict.fromkeys(("head", "show", "cat", "view", "print", "sample", "rows"), "peek"),
+    **dict.fromkeys(("stats", "schema", "describe", "ls", "list"), "info"),
+    **dict.fromkeys(("state", "checkpoint", "checkpoints"), "inspect"),
+    **dict.fromkeys(("check", "validate"), "verify"),
+    "prove": "audit",
+    "serve": "watch",
+}
+"""Options and commands of other programs, and those of this one."""
+
+
 class _Commands(TyperGroup):  # type: ignore[misc]
     """The commands. Errors about their arguments are printed without the credentials in them."""
 
@@ -52,8 +64,22 @@ class _Commands(TyperGroup):  # type: ignore[misc]
             if isinstance(getattr(problem, "message", None), str):  # typer's own errors, about the arguments
                 given = [argument.removeprefix("--storage=").partition("=") for argument in sys.argv[1:]]
                 secrets = Secrets.of({name: value for name, sign, value in given if sign})
-                problem.message = secrets.clean(problem.message)  # type: ignore[attr-defined]
+                problem.message = secrets.clean(problem.message) + _way_out(problem)  # type: ignore[attr-defined]
             raise
+
+
+def _way_out(problem: Any) -> str:
+    """Return what to type instead, for what people know from other programs. Nothing if it is not known."""
+    text = problem.message
+    if (option := getattr(problem, "option_name", "")) in _INSTEAD:
+        problem.possibilities = [_INSTEAD[option]]
+    elif text.startswith("No such command"):
+        wanted = _INSTEAD.get(text.split("'")[1])
+        names = ", ".join(function.__name__ for functions in COMMANDS.values() for function in functions)
+        return f" Did you mean {wanted}?" if wanted else "" if "Did you mean" in text else f" There are: {names}."
+    elif text.startswith("Got unexpected extra argument"):
+        return ". Other values need the name of an option, such as --checkpoint FOLDER or --step N: see --help."
+    return ""
 
 
 class _Command(TyperCommand):  # type: ignore[misc]

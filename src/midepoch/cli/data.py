@@ -8,6 +8,7 @@ import re
 import runpy
 import sys
 from collections.abc import Sequence
+from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -177,8 +178,15 @@ def made_by(name: str) -> Dataset | Loader:
                 f"there is no module {problem.name!r} for --dataset {name}. Use the path of a file, such as "
                 "train.py:make_dataset."
             ) from None
+    if isinstance(factory, (Dataset, Loader)):
+        kind = type(factory).__name__.lower()
+        raise ValueError(f"{function!r} in {module} is a {kind}. Name a function without arguments that returns it.")
     if not callable(factory):
         raise ValueError(f"there is no function {function!r} in {module}")
+    try:
+        signature(factory).bind()
+    except TypeError as problem:
+        raise ValueError(f"{function!r} in {module} must be a function without arguments: {problem}.") from None
     made = factory()
     made = made[0] if isinstance(made, tuple) and made else made
     made = getattr(made, "_loader", made)  # of a StructuredDataset

@@ -167,7 +167,10 @@ def peek(
     ds = open_data(data, split, config, storage, format)
     found = row if row else None if where is None else rows_where(ds, where, count)
     if columns is not None:
-        ds = ds.select_columns([name.strip() for name in columns.split(",")])
+        names = [name.strip() for name in columns.split(",")]
+        if ds.column_names and not {*names} <= {*ds.column_names} and {*columns.split()} <= {*ds.column_names}:
+            names = columns.split()  # with spaces between them
+        ds = ds.select_columns(names)
     ds = shuffled(ds, shuffle, scope, window)
     if epoch:
         ds.set_epoch(epoch)

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from midepoch.checkpoint import PipelineCheckpoint
 from midepoch.cli import common
 from midepoch.errors import CheckpointDamagedError, CheckpointNotFoundError, StateError
+from midepoch.sources.names import format_of_bytes
 from midepoch.storage.address import Address, is_address
 from midepoch.tools.describe import state_in
 
@@ -63,8 +64,17 @@ def _in_file(path: Path, part: str | None) -> Chosen:
 
 
 def _json(path: Path) -> Any:
+    content = path.read_bytes()
+    kind = format_of_bytes(content[:512])
+    if kind is not None:
+        raise StateError(f"{path} is data ({kind}), not a state. Use `midepoch info`, or `midepoch peek` for its rows.")
+    if content.startswith((b"PK\x03\x04", b"\x80\x02", b"\x80\x04")):
+        raise StateError(
+            f"{path} is a file of torch.save. Write the state that is in it as JSON, in Python: "
+            "json.dump(torch.load(path)[…], open('state.json', 'w'))."
+        )
     try:
-        return json.loads(path.read_text())
+        return json.loads(content)
     except ValueError as problem:
         raise StateError(
             f"{path} is not JSON: {problem}. Pass a state as a JSON file, or a folder of checkpoints."

@@ -18,8 +18,8 @@ from midepoch.dataset.parts import PartWriter
 from midepoch.dataset.reading import classes_of, features_of
 from midepoch.errors import DataNotFoundError, MidepochError, StateError
 from midepoch.order import Order, Selection
+from midepoch.pipeline.lanes import is_endless
 from midepoch.pipeline.leaf import Leaf
-from midepoch.pipeline.node import Mix, Node, Slice
 from midepoch.pipeline.spec import PipelineSpec
 from midepoch.sources import Source
 from midepoch.storage.cache_files import LockFile, default_index_dir, make_private, named_folder, sweep
@@ -66,20 +66,12 @@ def _check(ds: Dataset) -> None:
         raise ValueError(
             "cache() before shuffle(): cached rows have one order, and a shuffle after it has another one every epoch."
         )
-    if _is_endless(spec.node):
+    if is_endless(spec.node):
         raise ValueError('cache() of a mix with stop="never" would have no end. Use stop="all", or take(n).')
     if spec.format == ITEMS:
         raise ValueError(f"cache(): a row is an item here, without columns. {NAME_COLUMNS}")
     if ds._iteration.start.begun:
         raise ValueError("a state was loaded into this dataset. Call cache() first, then load the state.")
-
-
-def _is_endless(node: Node) -> bool:
-    if isinstance(node.base, Leaf):
-        return False
-    if isinstance(node.base, Mix) and node.base.stop == "never":
-        return not any(isinstance(stage, Slice) and stage.stop is not None for stage in node.stages)
-    return any(map(_is_endless, node.base.parts))
 
 
 def _key(spec: PipelineSpec, key: str | None) -> str:

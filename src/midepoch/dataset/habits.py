@@ -43,19 +43,21 @@ METHODS: dict[str, dict[str, str]] = {
         "seeds": _SEEDED,
         "rng": _SEEDED,
         "reshuffle_each_iteration": "Every epoch has another order.",
+        "seed twice": "The first argument is the seed. All rows are shuffled, without a buffer: ds.shuffle(seed=42).",
         "max_buffer_input_shards": _ALL_ROWS,
         **_STORED,
     },
     "loader": {
         **dict.fromkeys(("epochs", "num_epochs"), "Iterate the loader once for each epoch."),
-        "shuffle": "Shuffle the dataset: ds.shuffle(seed=…).loader(…). The order changes every epoch.",
-        "sampler": "The order belongs to the dataset: ds.shuffle(seed=…) for RandomSampler, ds.weighted(weights, "
-        "num_samples=…) for WeightedRandomSampler, ds.weighted(np.ones(len(ds))) for RandomSampler(replacement=True), "
-        "ds.select(indices).shuffle(seed=…) for SubsetRandomSampler. Ranks are detected, which replaces "
-        "DistributedSampler.",
-        "batch_sampler": "Batches are batch_size rows of the dataset's order: ds.shuffle(seed=…), or "
-        "ds.select(indices) for an order of your own. max_tokens=… makes batches of rows of similar lengths. "
-        "ds.batch(n) and ds.pack(n) combine rows before.",
+        "shuffle": "Omit it: rows come in the dataset's order. For another one in every epoch, shuffle the dataset: "
+        "ds.shuffle(seed=…).loader(…).",
+        "sampler": "Omit it if it is None. The order belongs to the dataset: ds.shuffle(seed=…) for RandomSampler, "
+        "ds.weighted(weights, num_samples=…) for WeightedRandomSampler, ds.weighted(np.ones(len(ds))) for "
+        "RandomSampler(replacement=True), ds.select(indices).shuffle(seed=…) for SubsetRandomSampler. "
+        "Ranks are detected, which replaces DistributedSampler.",
+        "batch_sampler": "Omit it if it is None. Batches are batch_size rows of the dataset's order: "
+        "ds.shuffle(seed=…), or ds.select(indices) for an order of your own. max_tokens=… makes batches of rows of "
+        "similar lengths. ds.batch(n) and ds.pack(n) combine rows before.",
         "group_by_length": "Use max_tokens=…, which makes batches of rows of similar lengths.",
         "max_length": "Use max_tokens=… for the tokens of a batch, or shorten rows with tokenize(…, max_length=…).",
         "steps": "Use steps_per_epoch=… for the batches of a pass.",
@@ -135,6 +137,7 @@ METHODS: dict[str, dict[str, str]] = {
     },
     "select_columns": {"columns": "Did you mean column_names=?"},
     "remove_columns": {"columns": "Did you mean column_names=?"},
+    "rename_column": {"new_column_name missing": "For a dict of names, use rename_columns."},
     "rename_columns": {"columns": "Did you mean column_mapping=?"},
     "cast": {"features": "Did you mean columns=?", **_STORED},
     "class_encode_column": {"include_nulls": "Null stays null."},
@@ -144,6 +147,7 @@ METHODS: dict[str, dict[str, str]] = {
 _FROZEN = "Datasets do not change in place: ds = ds.{}(…)."
 _WRITE = "Nothing is converted or written here. Write the rows as you iterate, or keep results with cache()."
 
+_EPOCHS = "A loader has any number of epochs: for epoch in range(3): for batch in loader. Each has another order."
 _LENGTH = "Use len(ds), or ds.estimated_len after filter, pack and the like."
 _CONCAT = "Use midepoch.concat([a, b])."
 _MIX = "Use midepoch.mix([a, b], weights=…)."
@@ -160,7 +164,21 @@ ATTRIBUTES = {
     "head": "Use ds[:5], or ds.take(5).",
     "tail": "Use ds[-5:].",
     "limit": "Use ds.take(100).",
-    "sample": "Use ds.shuffle(seed=0).take(100).",
+    "sample": "Use ds.train_test_split(test_size=100, seed=0)['test'], which is 100 rows at random.",
+    "drop": "Use ds.remove_columns(names).",
+    "drop_columns": "Use ds.remove_columns(names).",
+    "rename": "Use ds.rename_columns({'old': 'new'}).",
+    "sort_values": "Use ds.sort(column).",
+    "fillna": "Use ds.map(lambda row: {'x': row['x'] or 0}).",
+    "isna": "Use ds.filter(lambda row: row[column] is None).",
+    "query": "Use ds.filter(pyarrow.compute.field('x') > 3).",
+    "set_index": "Rows are numbered: ds[3]. For rows by a value: ds.filter(pyarrow.compute.field('id') == 3).",
+    "reset_index": "Rows are numbered in their order: omit it.",
+    "to_torch": "Use ds.loader(batch_size), whose batches are tensors, or ds.with_format('torch').",
+    "to_batches": "Use ds.iter(batch_size), or ds.loader(batch_size).",
+    "steps_per_epoch": "Use len(ds.loader(batch_size)), or set it: ds.loader(batch_size, steps_per_epoch=…).",
+    "num_epochs": "Iterate the loader once for each epoch.",
+    "groupby": "Rows are read in order and never grouped by value. Use map, batch or pack.",
     "show": "Use ds[:5], and `midepoch peek` in a shell.",
     "columns": "Use ds.column_names.",
     "to_list": "Use list(ds), or list(ds.take(100)).",
@@ -176,7 +194,7 @@ ATTRIBUTES = {
     "add_item": "Use midepoch.concat([ds, other]).",
     "flatten": "Use map to choose the fields: map(lambda row: {'a': row['s']['a']}).",
     "flatten_indices": "Rows are computed, so there are no indices to flatten: omit it.",
-    "repeat": "A loader has any number of epochs: iterate it again, or next(loader) without end.",
+    "repeat": _EPOCHS,
     "prefetch": "ds.loader(batch_size, prefetch=…).",
     "collate": "ds.loader(batch_size, collate_fn=…).",
     "to_tf_dataset": "Use with_format('numpy') and iterate the loader.",
@@ -228,7 +246,7 @@ ATTRIBUTES = {
     "merge": "Use midepoch.zip([a, b]) for columns side by side, or midepoch.concat([a, b]) for more rows.",
     "mix": _MIX,
     "interleave": _MIX,
-    "cycle": "A loader has any number of epochs: iterate it again, or next(loader) without end.",
+    "cycle": _EPOCHS,
     "with_epoch": "Use ds.loader(batch_size, steps_per_epoch=…) for the number of batches of a pass.",
     "materialize": "Use ds.cache().",
     "sharding_filter": _RANKS,
@@ -273,6 +291,10 @@ ATTRIBUTES |= OPENERS
 
 _OPEN_SPLIT = "Choose one, also in part: split='train', split='train[:90%]+validation'."
 
+_PANDAS = (
+    "Files are UTF-8, and CSV has a header. For others: midepoch.from_pandas(pandas.read_csv(path, header=None, "
+    "names=[…], encoding=…))."
+)
 _FEATURES = "Use schema={'label': 'int64'}, or from_hf(datasets.Dataset.from_dict(data, features=…))."
 _IN_MEMORY = {
     "batch_size": "Use .loader(batch_size=…) of the result.",
@@ -327,6 +349,17 @@ OPEN = {
         "resampled": "Use from_files(…).weighted(…) to draw rows with replacement, or omit it.",
         "handler": "Use on_error='skip'.",
         "limit": "Use from_files(…).take(100).",
+        "nrows": "Use from_files(…).take(100).",
+        "skiprows": "Use from_files(…).skip(10) for rows, and remove lines before the header from the file.",
+        "usecols": "Did you mean columns=?",
+        "column_names": "Did you mean columns=?",
+        **dict.fromkeys(("header", "names", "encoding"), _PANDAS),
+        **dict.fromkeys(("dtype", "schema", "features"), "Use from_files(…).cast({'label': 'int32'})."),
+        "engine": "There is one reader for each format: omit it.",
+        "lines": "JSON lines and arrays of objects are recognized: omit it.",
+        "recursive": "Folders are searched with all that is in them: omit it.",
+        "seed": "Use from_files(…).shuffle(seed=…).",
+        "num_workers": "Files are indexed by threads; loaders have workers: .loader(batch_size, num_workers=…).",
     },
     "from_tokens": {
         "block_size": "Did you mean sequence_length=?",

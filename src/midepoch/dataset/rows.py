@@ -44,12 +44,15 @@ def slice(  # noqa: A001  (the name of the method)
     return with_selection(self, chosen.slice(first, last, step))
 
 
+_PART = "For a part of the rows: ds.slice({})."
+
+
 def take(self: D, n: int) -> D:
     """Keep the first n rows, before any shuffle.
 
     After a step that changes the number of rows: the first n rows of every epoch's order, computed in one lane.
     """
-    n = integer(n, "take")
+    n = integer(n, "take", hint=_PART.format("None, '10%'"))
     return _sliced(self, 0, n)
 
 
@@ -59,7 +62,7 @@ def skip(self: D, n: int) -> D:
     After a step that changes the number of rows: omit the first n rows of every epoch's order, which are computed
     and discarded.
     """
-    n = integer(n, "skip")
+    n = integer(n, "skip", hint=_PART.format("'10%'"))
     return _sliced(self, n, None)
 
 
@@ -330,7 +333,10 @@ def sort(self: D, by: str | Callable[[dict[str, Any]], Any], *, reverse: bool = 
 def _drawn(self: D, weights: Any, num_samples: int | None, replacement: bool, seed: int | None) -> D:
     leaf, values = self.pipeline.base, checked(weights)
     if len(values) != (rows := len(leaf.order.selection)):
-        raise ValueError(f"expected {rows} weights, one for each row, got {len(values)}")
+        raise ValueError(
+            f"expected {rows} weights, one for each row, got {len(values)}. For a weight of each class: "
+            "np.array(weights)[np.asarray(ds['label'])], or ds.balanced('label', seed=0)."
+        )
     most = rows if replacement else int(np.count_nonzero(values))
     samples = most if num_samples is None else integer(num_samples, "num_samples", 1)
     chosen, drawn, agreed = _order_seed(self, seed)

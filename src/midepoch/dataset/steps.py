@@ -31,7 +31,7 @@ from midepoch.transforms.columns import inside, types_by_name
 from midepoch.transforms.encode import NAME_COLUMNS, ClassCodes, OfItem, Tokenize, Transform, is_tokenizer
 from midepoch.transforms.formats import ITEM
 from midepoch.transforms.media import decoder_of
-from midepoch.transforms.packing import LABELS, PackSpec
+from midepoch.transforms.packing import IGNORED, LABELS, PackSpec
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -386,8 +386,8 @@ def pack(
         length,
         column,
         strategy,
-        None if eos is None else integer(eos, "pack(eos=…)"),
-        _integer(pad, "pad"),
+        None if eos is None else integer(eos, "pack(eos=…)", hint="Pass its number: tokenizer.eos_token_id."),
+        _pad(pad, column),
         _extra(extra),
         drop_remainder,
         cu_seqlens,
@@ -495,6 +495,17 @@ def _integer(value: Any, what: str) -> int:
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"pack({what}=…) must be an integer, got {value!r}")
     return value
+
+
+def _pad(value: Any, column: str) -> int:
+    if isinstance(value, str):
+        raise TypeError(f"pack(pad=…) must be an integer, got {value!r:.60}. Pass its number: tokenizer.pad_token_id.")
+    if value == IGNORED and column == "input_ids":
+        raise ValueError(
+            f"pack(pad={IGNORED}) would be a token of {column!r}. {IGNORED} is for labels, which labels=True adds. "
+            "Pass pad=tokenizer.pad_token_id."
+        )
+    return _integer(value, "pad")
 
 
 def _lengths_of(node: Node, strategy: str) -> Schedule:

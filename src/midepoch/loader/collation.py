@@ -175,6 +175,8 @@ def collated(batch: Batch, kind: str, options: Options, generators: Generators, 
         raise MapError(
             f"collate_fn failed on a batch of {len(batch)} rows{where}: {type(problem).__name__}: {problem}{hint}"
         ) from problem
+    if value is None:
+        raise MapError(f"collate_fn returned None for a batch of {len(batch)} rows{where}. Return the batch.")
     return value if options.context is None or options.collate_columns else _split(value, options)
 
 

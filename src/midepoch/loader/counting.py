@@ -14,7 +14,7 @@ from midepoch.loader.options import Options
 from midepoch.loader.plans import batches_of, make_plan
 from midepoch.pipeline.cursor import Cursor, WindowAt
 from midepoch.pipeline.lanes import estimated_length as estimated_outputs
-from midepoch.pipeline.lanes import known_length
+from midepoch.pipeline.lanes import is_endless, known_length
 from midepoch.pipeline.plans import UNKNOWN, StepPlan, TokenPlan
 from midepoch.pipeline.spec import PipelineSpec
 from midepoch.stats import Stats
@@ -96,6 +96,11 @@ def length(spec: PipelineSpec, options: Options, cursor: Cursor, *, over: bool) 
     if spec.unit == "rows":
         return make_plan(spec, options, Cursor.start(cursor.epoch + over, first)).share(spec.shard)
     known = known_length(spec.node)
+    if is_endless(spec.node):
+        raise TypeError(
+            f"the loader has no number of batches: {spec.node.text} never ends. Pass steps_per_epoch=…, the number of "
+            "batches of a pass."
+        )
     if known is None or not (spec.state_is_global or spec.node.is_rows):
         raise TypeError(
             f"the number of batches is not known before the dataset has run ({spec.node.text}). Use "

@@ -285,6 +285,9 @@ ATTRIBUTES = {
     "save": "Use loader.state_dict(), which is JSON-able, or midepoch.PipelineCheckpoint.",
     "load": "Use loader.load_state_dict(state), or midepoch.PipelineCheckpoint.",
     "reset": "Use loader.set_epoch(epoch), which begins that epoch.",
+    "reset_state": "Use loader.set_epoch(epoch), which begins that epoch.",
+    "resume": "Use loader.load_state_dict(state), or PipelineCheckpoint.restore_latest(loader, model, optimizer).",
+    "current_epoch": "Use loader.epoch.",
     "next": "Use next(loader), or iterate it.",
     "to": "Use ds.loader(batch_size, device=…).",
     "column_names": "Use loader.dataset.column_names.",
@@ -299,4 +302,7 @@ HINTED = (
     *("exclude", "set_weights", "lease", "get_state", "set_state", "current_pass", "end_pass", "close"),
 )
 
-HINTS = {"load_state_dict": {"strict": "Use allow=[…] to name what may differ."}}
+HINTS = {
+    "load_state_dict": {"strict": "Use allow=[…] to name what may differ."},
+    "set_weights": {"*": "Pass a dict, set_weights({'web': 0.5, 'code': 0.5}), or a list of weights."},
+}

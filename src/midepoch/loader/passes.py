@@ -165,7 +165,7 @@ class Pass(Resumable):
             self._fail(problem)
             raise
         self.close()
-        raise StopIteration
+        raise StopIteration("the epoch is over. The next call begins the next one.")
 
     def _refuse_to_drift(self, made: MadeBatch) -> None:
         """Raise MidepochError if this rank skips a batch: it would be one step ahead of the others from then on."""

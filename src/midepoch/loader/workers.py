@@ -14,6 +14,7 @@ import pyarrow as pa
 
 from midepoch._internal.processes import cores
 from midepoch._internal.progress import TimingReports, Timings
+from midepoch.errors import MapError
 from midepoch.loader.batches import BatchMaker
 from midepoch.loader.crew import SHORT, Crew, Job, MainIsGone, WorkerLink, receive_within, report
 from midepoch.loader.options import Options
@@ -347,8 +348,7 @@ class _BatchWorker:
             run, plan, self._plan = self._run, self._plan, None
             try:
                 if maker is None:
-                    if self._options.worker_init_fn is not None:
-                        self._options.worker_init_fn(self._link.number)
+                    self._init()
                     maker = BatchMaker(self._leaf, self._options, drawing=self._drawing)
                     self._reports = TimingReports(maker.timings)
                 self._make(run, plan, maker)
@@ -356,6 +356,17 @@ class _BatchWorker:
                 raise
             except BaseException as problem:
                 self._link.send((run, None, report(problem, self._link.number)), None)
+
+    def _init(self) -> None:
+        if self._options.worker_init_fn is None:
+            return
+        try:
+            self._options.worker_init_fn(self._link.number)
+        except Exception as problem:
+            raise MapError(
+                f"worker_init_fn failed: {type(problem).__name__}: {problem}. It is called with the number of the "
+                "worker; torch's get_worker_info() is None here, and seeds need no function."
+            ) from problem
 
     def _make(self, run: int, plan: StepPlan, maker: BatchMaker) -> None:
         for chunk in maker.read(plan, self._link.number, self._options.num_workers):

@@ -47,6 +47,15 @@ def known_length(node: Node) -> int | None:
     return sum(counts) if isinstance(base, Concat) else min(counts)
 
 
+def is_endless(node: Node) -> bool:
+    """Return True if an epoch has no end: of a mix that is never over, and not cut."""
+    if isinstance(node.base, Leaf):
+        return False
+    if isinstance(node.base, Mix) and node.base.stop == "never":
+        return not any(isinstance(stage, Slice) and stage.stop is not None for stage in node.stages)
+    return any(map(is_endless, node.base.parts))
+
+
 def _scheduled_length(node: Node, schedule: Schedule) -> int | None:
     """Return the outputs of all phases, or None if a phase has no end, or sources may have all of their passes."""
     return None if schedule.max_passes or not node.follows_schedule else schedule.plan[-1].outputs

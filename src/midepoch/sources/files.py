@@ -6,6 +6,7 @@ import logging
 import os
 import posixpath
 import re
+from collections import Counter
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
@@ -101,6 +102,9 @@ def find_files(texts: Sequence[str], paths: Sequence[str], wanted: str | None, l
         return DataFiles(kind, tuple(joined.entries), listed=True)
     if wanted == "litdata" and kinds == {"parquet"}:  # its ParquetLoader
         wanted = None
+    twice = [path for path, count in Counter(entry.path for entry in entries).items() if count > 1]
+    if twice:
+        _log.warning("%s is given more than once, and its rows are in the dataset as often", store.name(twice[0]))
     chosen = wanted or (kinds.pop() if len(kinds) == 1 else None) or _common_format(store, entries)
     warned = any(each.warned for each in found)
     if chosen in KINDS:
@@ -214,6 +218,8 @@ def _expanded(lookups: Lookups, path: str, given: str, wanted: str | None) -> Ex
             parts = [part.strip() for part in given.split(",")]
             several = store.local and len(parts) > 1 and all(map(os.path.exists, parts))
             remedy = f"Pass the {len(parts)} paths as a list: {parts}." if several else nearest(store, path)
+            if "$" in given or re.search(r"\{\w*\}", given):
+                remedy = "Variables are not filled in: use os.path.expandvars(path), or f'{folder}/a.parquet'."
             raise DataNotFoundError(f"{name!r} does not exist{where}. {remedy}")
         return Expanded("", [entry])
     lookups.refuse_part(path.rstrip("/"))

@@ -43,8 +43,9 @@ VERSION = 1
 KEY = "midepoch"
 
 CAUSES = {
-    "data": "the contents of the files have changed since it was saved (moved or renamed files would be accepted); of "
-    "from_map_style: the length, the class, the indices of a Subset or fingerprint=",
+    "data": "the contents of the files have changed since it was saved (moved or renamed files would be accepted), "
+    "or it is the state of another loader; of from_map_style: the length, the class, the indices of a Subset or "
+    "fingerprint=",
     "rows": "the split, slice, take, skip, select or num_samples has changed since it was saved",
     "selection": "the split, slice, take, skip or select has changed since it was saved",
     "scope": "shuffle() or weighted() was added, removed or given another scope",

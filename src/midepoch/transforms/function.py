@@ -218,6 +218,10 @@ def _remedy(problem: Exception, row: Any, batched: bool, columns: Sequence[str] 
         return f". It is called with the values of {', '.join(columns)}: omit input_columns for a function of the row."
     if batched and isinstance(problem, (TypeError, AttributeError)) and "'list'" in str(problem):
         return ". It is called with a list of each column: omit batched=True for a function of one row."
+    if isinstance(problem, (TypeError, AttributeError)) and not batched and "NoneType" in str(problem):
+        empty = [name for name, value in row.items() if value is None] if isinstance(row, Mapping) else []
+        if empty:
+            return f". {', '.join(map(repr, empty))} is None in the row: test for it, or filter such rows out before."
     if isinstance(problem, TypeError) and not batched and _NOT_LIST.search(str(problem)):
         return ". It is called with one row: pass batched=True for a function of lists."
     if isinstance(problem, KeyError) and isinstance(row, Mapping) and problem.args and problem.args[0] not in row:

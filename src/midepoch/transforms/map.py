@@ -11,6 +11,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
+from inspect import isgenerator
 from typing import Any, ClassVar
 
 import numpy as np
@@ -182,7 +183,9 @@ class Map(Function):
         if isinstance(result, pa.Table):
             return TableColumns.of(result, batched=self.batched)
         if not isinstance(result, Mapping):
-            raise MapError(f"the function must return a dict of columns or None, it returned {type(result).__name__}")
+            kind, many = type(result).__name__, isgenerator(result)
+            remedy = ". Return one dict, or use flat_map for several rows of one" if many else ""
+            raise MapError(f"the function must return a dict of columns or None, it returned {kind}{remedy}")
         return result
 
     def checked_group(self, result: Any, rows: int) -> Mapping[str, Any]:

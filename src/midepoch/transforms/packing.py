@@ -9,6 +9,7 @@ Documents come as columns of lists (``NumberLists``): their lengths, and all num
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -222,10 +223,10 @@ class Documents:
             lists = NumberLists.of(name, columns[name], rows, _ADVICE, spec.dtype if name == spec.column else None)
             if lists is None:
                 kind = getattr(columns[name], "type", "of other values")
-                raise ColumnError(
-                    f"pack: column {name!r} is {kind}, not lists of numbers. Tokenize first, or pass the name of the "
-                    "column of tokens."
-                )
+                remedy = "Tokenize first, or pass the name of the column of tokens."
+                if re.search(r"list.*list", str(kind)) or any(np.ndim(value) > 1 for value in columns[name][:1]):
+                    remedy = "A tokenizer that is called with one text returns one list: omit return_tensors=…."
+                raise ColumnError(f"pack: column {name!r} is {kind}, not lists of numbers. {remedy}")
             masked = [IGNORED] if spec.mask_first and name == LABELS else []
             _check_fits(name, lists.values, [pad, *([spec.eos] if name == spec.column else masked)])
             found[name] = lists

@@ -65,7 +65,7 @@ class CsvFormat(Format):
         if twice:
             raise FormatError(
                 f"{store.name(entry.path)}: several columns are named {', '.join(map(repr, twice))}. "
-                "Rename them in the file."
+                "Rename them in the file, or add a header if that row is one of data."
             )
         other = next((each for each in ";,\t|" if each in names[0] and each != delimiter), None) if names else None
         if len(names) == 1 and other is not None and self._chosen is None:
@@ -259,12 +259,27 @@ class JsonFormat(Format):
                 f"{store.name(entry.path)}: this is one JSON object over several lines, expected one object per line "
                 'or an array of objects. Open a field of it with midepoch.load_dataset("json", data_files=…, field=…).'
             )
-        return scan_text(store, entry, _JsonRows(in_array=False), start=0, skip_damage=skip_damage)
+        found = scan_text(store, entry, _JsonRows(in_array=False), start=0, skip_damage=skip_damage)
+        if sum(found.rows) == 1 and len(found.schema) > 1 and all(map(_is_column, found.schema.types)):
+            _log.warning(
+                "%s is one row whose values are columns: %s. If each has the values of all rows, open it with "
+                "midepoch.from_pandas(pandas.read_json(path)).",
+                store.name(entry.path),
+                ", ".join(found.schema.names[:8]),
+            )
+        return found
 
     def decode(self, store: Store, block: Block, schema: pa.Schema, columns: Sequence[str]) -> pa.Table:
         available = set(schema.names)
         wanted = pa.schema([schema.field(name) for name in columns if name in available])
         return _parse_json(read_rows(store, block), wanted, in_array=about_rows(block.footer)["array"])
+
+
+def _is_column(kind: pa.DataType) -> bool:
+    """Return True for the type of a list, or of an object with numbers as names, as pandas' to_json writes them."""
+    if pa.types.is_struct(kind):
+        return all(kind.field(i).name.isdecimal() for i in range(kind.num_fields))
+    return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind))
 
 
 def _first_bytes(store: Store, entry: Entry) -> tuple[int, bytes]:
@@ -303,6 +318,14 @@ class _JsonRows(Dialect):
         if len(depths) and depths.max() > DEEPEST:  # it would end the process
             raise pa.ArrowInvalid(f"it has values nested in more than {DEEPEST} brackets")
         return _parse_json(data, None, in_array=self._in_array)
+
+    def problem(self, data: bytes) -> str | None:
+        found, line = super().problem(data), data.strip()
+        if found is not None and line.startswith(b"{'"):
+            return "it has single quotes, as str(dict) writes them. JSON has double quotes: write it with json.dumps"
+        if found is not None and line.endswith(b",") and not self._in_array:
+            return "it ends with a comma, and JSON lines have none"
+        return found
 
     def is_readable(self, data: bytes) -> bool:
         try:
