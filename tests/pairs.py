@@ -17,16 +17,28 @@ def covering(*axes: Sequence[Any], names: Sequence[Any] | None = None) -> list[A
 
     ``names``: what stands for each value in the name of a case, a function or None for each axis.
     """
-    rows = list(product(*(range(len(axis)) for axis in axes)))
-    chosen = array([len(axis) for axis in axes])
+    return _marked(axes, array([len(axis) for axis in axes]), names)
+
+
+def _marked(axes: Sequence[Sequence[Any]], chosen: set[tuple[int, ...]], names: Sequence[Any] | None) -> list[Any]:
     named = names or [None] * len(axes)
     found = []
-    for row in rows:
+    for row in product(*(range(len(axis)) for axis in axes)):
         values = [axis[at] for axis, at in zip(axes, row, strict=True)]
         texts = [(name or str)(value) for name, value in zip(named, values, strict=True)]
         marks = () if row in chosen else pytest.mark.slow
         found.append(pytest.param(*values, marks=marks, id="-".join(texts)))
     return found
+
+
+def alternating(*axes: Sequence[Any], names: Sequence[Any] | None = None) -> list[Any]:
+    """Return the product of the axes as parameters of pytest, marked slow but for one row with each value of the longest.
+
+    Of the other axes, the values take turns. For axes whose values do not act on each other.
+    """
+    longest = max(axes, key=len)
+    chosen = {tuple(number % len(axis) for axis in axes) for number in range(len(longest))}
+    return _marked(axes, chosen, names)
 
 
 def array(sizes: Sequence[int]) -> set[tuple[int, ...]]:
