@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from itertools import islice
 from typing import Any
 
@@ -241,3 +241,31 @@ def test_ranks_continue_after_leases_at_different_paces(make_files: Callable[...
     last = loaders(1)[0]
     last.load_state_dict(states)
     assert sorted(found + [int(number) for batch in last for number in batch["id"]]) == expected
+
+
+@pytest.mark.parametrize("steps", [0, 1, 3])
+@pytest.mark.parametrize("ahead", [0, 1, 2])
+def test_a_lane_that_has_ended_stays_at_its_end_in_every_state(ahead: int, steps: int) -> None:
+    """Ranks of uneven lanes leave such a state: one has ended without an output of this epoch. It began again.
+
+    ``ahead``: leases that are out when the state is saved, after some batches that were acknowledged.
+    """
+    ds = midepoch.from_dict({"id": range(40)}).shuffle(seed=1).filter(lambda row: row["id"] % 2 == 0).with_lanes(2)
+
+    def loaded() -> midepoch.Loader:
+        loader = ds.loader(2)
+        fresh = loader.state_dict()
+        loader.load_state_dict({**fresh, "cursor": [[0, 0, [0, 0], "", "", 1], [1, 0, [0, 0]]]})
+        return loader
+
+    def ids(batches: Iterable[Any]) -> list[int]:
+        return [int(i) for batch in batches for i in batch["id"]]
+
+    whole, loader, rest = ids(loaded()), loaded(), ds.loader(2)
+    with loader.lease() as leases:
+        out = list(islice(leases, steps + ahead))
+        for lease in out[:steps]:
+            lease.ack()
+        rest.load_state_dict(loader.state_dict())
+    assert 0 < len(whole) < 20
+    assert ids(lease.batch for lease in out[:steps]) + ids(rest) == whole

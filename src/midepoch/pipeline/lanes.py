@@ -366,6 +366,7 @@ class StepOutputs:
                 if left:
                     cursor, left = pulled.at(min(left, pulled.count)), max(0, left - pulled.count)
             outputs = int(self._before[lane]) + taken[lane]
-            cursors[number] = self._lane(lane, outputs, cursor, ended=complete and not self._live[lane])
+            ended = not self._live[lane] and taken[lane] == sum(pulled.count for pulled in pulls)
+            cursors[number] = self._lane(lane, outputs, cursor, ended=ended)
         steps = self.steps if complete else max(0, self.steps - 1)
         return Cursor(self._start.epoch, cursors, steps, self._start.first)
