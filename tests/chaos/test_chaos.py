@@ -25,8 +25,8 @@ def chaos(kills: int, seed: int) -> None:
     assert "dataset (" in done.stdout and "stream (" in done.stdout
 
 
-def test_twelve_kills() -> None:
-    chaos(12, seed=5)
+def test_twenty_kills() -> None:
+    chaos(20, seed=5)
 
 
 @pytest.mark.slow

@@ -221,7 +221,7 @@ def test_values_of_different_types_are_an_error_that_names_the_column(tmp_path: 
 
 def test_one_object_over_several_lines_names_the_way_out(tmp_path: Path) -> None:
     (tmp_path / "a.json").write_text(json.dumps({"data": [{"a": 1}]}, indent=1))
-    with pytest.raises(FormatError, match=r"one JSON object over several lines.*field=…"):
+    with pytest.raises(FormatError, match=r"JSON object over several lines.*json.dumps.*field=.data., split="):
         midepoch.from_files(tmp_path / "a.json")
     (tmp_path / "b.json").write_text(json.dumps({"data": [{"a": 1}]}))
     assert list(midepoch.from_files(tmp_path / "b.json")) == [{"data": [{"a": 1}]}]

@@ -16,7 +16,10 @@ F = TypeVar("F", bound=Callable[..., Any])
 C = TypeVar("C", bound=type)
 
 Hints = Mapping[str, str]
-"""Names that people know from other libraries, and what to do here instead. ``*``: any other name."""
+"""Names that people know from other libraries, and what to do here instead.
+
+``*``: any other name. ``too many``: more arguments by position than there are.
+"""
 
 
 def hinted(hints: Hints | None = None, name: str | None = None) -> Callable[[F], F]:
@@ -103,6 +106,7 @@ def explained(
     if given > len(positional) and not takes_more:
         keywords = [key for key, each in parameters.items() if each.kind is each.KEYWORD_ONLY]
         rest = f" Pass {_listed(keywords)} by name." if keywords else f" It takes {_listed(parameters)}."
+        rest = f" {hints['too many']}{rest}" if "too many" in hints else rest
         if positional and "Sequence[" in str(parameters[positional[-1]].annotation):
             rest = " Pass several as a list." + rest
         return f"{name}() takes {_count(len(positional))} by position, got {given}.{rest}"
@@ -188,10 +192,14 @@ def _nearest(name: str, names: tuple[str, ...], form: str) -> str:
     return f"Did you mean {form.format(by_case[found[0]])}?" if found else ""
 
 
+_OF_PROTOCOLS = {"check_state", "current_pass", "end_pass", "get_state", "set_state", "pipeline", "changes"}
+"""Names that programs call rather than people."""
+
+
 @functools.lru_cache(maxsize=16)
 def _all(names: tuple[str, ...]) -> str:
-    public = [name for name in names if not name.startswith("_")]
-    return textwrap.shorten(f"It has {', '.join(public)}", 400, placeholder=" …") + "." if public else ""
+    public = [name for name in names if not name.startswith("_") and name not in _OF_PROTOCOLS]
+    return textwrap.shorten(f"It has {', '.join(public)}", 500, placeholder=" …") + "." if public else ""
 
 
 def _listed(names: Iterable[str]) -> str:

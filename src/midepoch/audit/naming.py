@@ -54,7 +54,7 @@ def _place_of(run: Run, step: int, *, any_branch: bool = False) -> _Place:
             if one.before < step <= one.before + one.most_steps:
                 return _Place(len(run.generations), one, step - 1 - one.before)
     if not 1 <= step <= run.steps:
-        raise DataNotFoundError(f"there is no step {step}: the run has {run.steps:,} steps.")
+        raise DataNotFoundError(f"there is no step {step}: the run has {run.steps:,} steps, counted from 1.")
     for number in reversed(range(len(run.generations))):
         one, before = run.generations[number], run.first_steps[number]
         place = step - 1 - before

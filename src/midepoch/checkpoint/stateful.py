@@ -188,7 +188,10 @@ def check_saveable(pipeline: Any, models: Mapping[str, Any], extra: Any) -> None
         )
     for name, model in models.items():
         if isinstance(model, (int, float, str, bytes, type)):
-            raise TypeError(f"{name}: expected a model, an optimizer or a tree of arrays, got {model!r:.80}")
+            raise TypeError(
+                f"{name}: expected a model, an optimizer or a tree of arrays, got {model!r:.80}. A step is passed by "
+                "name: step=5."
+            )
         if _has(model, "check_state"):
             raise TypeError(f"{name}: a {type(model).__qualname__} is a pipeline: save(pipeline, model, optimizer)")
     if not isinstance(extra, Mapping):

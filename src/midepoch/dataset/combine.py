@@ -16,6 +16,8 @@ from midepoch.order.schedule import Schedule
 from midepoch.pipeline.node import Combination, Concat, Mix, Node, Zip
 from midepoch.pipeline.spec import PipelineSpec
 
+_ENDS = ("first", "all", "never")
+
 
 @hinted(habits.OPEN["mix"])
 def mix(
@@ -67,6 +69,10 @@ def mix(
                 hint = "For a schedule, pass Schedule.from_dict(…)."
             raise ValueError(f"mix: weights for {named}, but the sources are {', '.join(names)}. {hint}")
         weights = [weights[name] for name in names]
+    by_position: tuple[tuple[str, Any], ...] = (("weights", weights), ("seed", seed))
+    for name, value in by_position:
+        if isinstance(value, str) and value in _ENDS:
+            raise TypeError(f"mix({name}=…) got {value!r}, by its position. Name it: mix(sources, stop={value!r}).")
     parts = _parts(sources, "mix")
     if isinstance(weights, Schedule):
         base = _scheduled(parts, names, weights, check_seed(seed), stop, length)
@@ -134,6 +140,8 @@ def interleave_datasets(
 
     Shares are exact in every span of positions, not on average, and without ``probabilities`` they are equal.
     """
+    if isinstance(seed, str):
+        raise TypeError(f"interleave_datasets: the third argument is the seed, got {seed!r}. Name stopping_strategy=….")
     if stopping_strategy not in _STOPS:
         names = ", ".join(map(repr, _STOPS))
         raise ValueError(

@@ -148,6 +148,9 @@ _FROZEN = "Datasets do not change in place: ds = ds.{}(…)."
 _WRITE = "Nothing is converted or written here. Write the rows as you iterate, or keep results with cache()."
 
 _EPOCHS = "A loader has any number of epochs: for epoch in range(3): for batch in loader. Each has another order."
+_NEW_COLUMN = "Use ds.map(lambda row: {'new': …})."
+_INDICES = "Use ds.map(function, with_indices=True)."
+_NOT_YET = "Steps run while rows are read, and nothing has to be started: iterate ds, or ds.loader(batch_size)."
 _LENGTH = "Use len(ds), or ds.estimated_len after filter, pack and the like."
 _CONCAT = "Use midepoch.concat([a, b])."
 _MIX = "Use midepoch.mix([a, b], weights=…)."
@@ -195,8 +198,26 @@ ATTRIBUTES = {
     "flatten": "Use map to choose the fields: map(lambda row: {'a': row['s']['a']}).",
     "flatten_indices": "Rows are computed, so there are no indices to flatten: omit it.",
     "repeat": _EPOCHS,
-    "prefetch": "ds.loader(batch_size, prefetch=…).",
-    "collate": "ds.loader(batch_size, collate_fn=…).",
+    "prefetch": "Use ds.loader(batch_size, prefetch=…).",
+    "collate": "Use ds.loader(batch_size, collate_fn=…).",
+    "with_columns": _NEW_COLUMN,
+    "with_column": _NEW_COLUMN,
+    "with_row_index": _INDICES,
+    "with_indices": _INDICES,
+    "with_batch_size": "Use ds.loader(batch_size).",
+    "to_dataloader": "Use ds.loader(batch_size).",
+    "get_dataloader": "Use ds.loader(batch_size).",
+    "join": "Rows are not joined by values: join tables in pandas or polars. Side by side: midepoch.zip([a, b]).",
+    "explode": "Use ds.unbatch(), or ds.flat_map(function).",
+    "unnest": "Use map to choose the fields: map(lambda row: {'a': row['s']['a']}).",
+    "random_split": "Use ds.train_test_split(test_size=0.1, seed=0).",
+    "pad": "Use ds.loader(batch_size, layout='padded').",
+    "truncate": "Use ds.tokenize(tokenizer, max_length=…), or map(lambda row: {'ids': row['ids'][:512]}).",
+    "chunk": "Use ds.pack(length) for tokens, or ds.flat_map(function), which makes several rows of one.",
+    "pipe": "Use function(ds), or ds.map(function).",
+    "persist": "Use ds.cache().",
+    "lazy": _NOT_YET,
+    "collect": _NOT_YET,
     "to_tf_dataset": "Use with_format('numpy') and iterate the loader.",
     "data": "Use ds.schema, ds[:10], or ds.with_format('arrow').iter(batch_size=1000).",
     "info": "Use ds.features, ds.schema, ds.num_rows, and `midepoch info` in a shell.",
@@ -230,9 +251,9 @@ ATTRIBUTES = {
     "dropna": "Use ds.filter(lambda row: row[column] is not None).",
     "drop_duplicates": "Rows are not compared with each other. Remove duplicates when you write the data.",
     "astype": "Use ds.cast({'label': 'int32'}).",
-    "assign": "Use ds.map(lambda row: {'new': …}).",
+    "assign": _NEW_COLUMN,
     "random_map": "Use ds.map(function, with_generator=True), which gives the function a generator.",
-    "map_with_index": "Use ds.map(function, with_indices=True).",
+    "map_with_index": _INDICES,
     "enumerate": "Use enumerate(ds), or ds.map(function, with_indices=True).",
     "map_batches": "Use ds.map(function, batched=True, batch_size=…).",
     "iter_batches": "Use ds.iter(batch_size), or ds.loader(batch_size).",
@@ -296,6 +317,7 @@ _PANDAS = (
     "names=[…], encoding=…))."
 )
 _FEATURES = "Use schema={'label': 'int64'}, or from_hf(datasets.Dataset.from_dict(data, features=…))."
+_SEVERAL = "For several: midepoch.concat([{0}(a), {0}(b)])."
 _IN_MEMORY = {
     "batch_size": "Use .loader(batch_size=…) of the result.",
     "shuffle": "Use .shuffle(seed=…) of the result.",
@@ -319,6 +341,7 @@ OPEN = {
         "dataset_path": "Did you mean path=?",
     },
     "from_files": {
+        "too many": "Pass several files as a list: from_files(['a.parquet', 'b.parquet']).",
         "split": "Use load_dataset(…, split=…), or slice: from_files(…).slice(None, '90%').",
         "data_files": "Did you mean paths=?",
         "path": "Did you mean paths=?",
@@ -362,6 +385,7 @@ OPEN = {
         "num_workers": "Files are indexed by threads; loaders have workers: .loader(batch_size, num_workers=…).",
     },
     "from_tokens": {
+        "too many": "Pass several files as a list: from_tokens(['a.bin', 'b.bin'], 1024).",
         "block_size": "Did you mean sequence_length=?",
         "seq_len": "Did you mean sequence_length=?",
         "seq_length": "Did you mean sequence_length=?",
@@ -390,8 +414,13 @@ OPEN = {
     },
     "from_dict": {"features": _FEATURES, "mapping": "It is the first argument.", **_IN_MEMORY},
     "from_list": {"features": _FEATURES, "mapping": "It is the first argument.", **_IN_MEMORY},
-    "from_arrow": {"table": "It is the first argument.", **_IN_MEMORY},
-    "from_pandas": {"features": _FEATURES, "df": "It is the first argument.", **_IN_MEMORY},
+    "from_arrow": {"table": "It is the first argument.", "too many": _SEVERAL.format("from_arrow"), **_IN_MEMORY},
+    "from_pandas": {
+        "features": _FEATURES,
+        "df": "It is the first argument.",
+        "too many": _SEVERAL.format("from_pandas"),
+        **_IN_MEMORY,
+    },
     "from_hf": {
         "transform": "Use from_hf(ds).map(function), or with_transform(function).",
         "dataset": "It is the first argument.",
@@ -403,6 +432,7 @@ OPEN = {
         "num_proc": "The function runs once, in one process. Write shards with several programs for more.",
         "streaming": "Rows are stored once, so that a resume finds them: omit it.",
         "args": "Use gen_kwargs={…}.",
+        "too many": "For arguments of the function, use gen_kwargs={'path': …}.",
         "kwargs": "Use gen_kwargs={…}.",
         **_IN_MEMORY,
     },

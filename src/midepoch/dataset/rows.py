@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from functools import cache
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import numpy as np
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
     from midepoch.dataset.dataset import Dataset
 
 D = TypeVar("D", bound="Dataset")
+_log = logging.getLogger("midepoch")
 
 
 def slice(  # noqa: A001  (the name of the method)
@@ -37,6 +40,7 @@ def slice(  # noqa: A001  (the name of the method)
     Bounds may be percentages: ``ds.slice(None, "80%")`` and ``ds.slice("80%")`` are two parts of a dataset. Slice
     before steps that change the number of rows.
     """
+    _note_order(self, "slice")
     chosen = selection_of(self, "slice")
     if step is not None and (not hasattr(step, "__index__") or step == 0):
         raise ValueError(f"slice(step=…) takes an integer that is not 0, got {step!r:.60}. Omit it for all rows.")
@@ -75,7 +79,23 @@ def _sliced(self: D, start: int, stop: int | None) -> D:
 
 def select(self: D, indices: Iterable[int]) -> D:
     """Keep the rows with these numbers, in this order, before any shuffle."""
+    _note_order(self, "select")
     return with_selection(self, selection_of(self, "select").select(indices))
+
+
+def _note_order(ds: Dataset, method: str) -> None:
+    """Log, once in a process, that a shuffle before it does not choose the rows."""
+    if any(isinstance(leaf.order.shuffle, Shuffle) for leaf in ds.pipeline.node.leaves[:1]):
+        _log_order(method)
+
+
+@cache
+def _log_order(method: str) -> None:
+    _log.warning(
+        "%s() after shuffle() chooses rows in the order of the data, and these are shuffled. For rows at random, use "
+        "ds.train_test_split(test_size=100, seed=0)['test']. To choose the first ones, call it before shuffle().",
+        method,
+    )
 
 
 def train_test_split(

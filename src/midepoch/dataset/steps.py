@@ -422,7 +422,7 @@ def function_arguments(
     if not isinstance(fn_kwargs, Mapping | None):
         raise TypeError(f"{kind}(fn_kwargs=…) takes a dict of arguments by name, got {fn_kwargs!r:.60}")
     if not callable(function):
-        expression = " or a pyarrow expression" if kind == "filter" else ""
+        expression = " or a pyarrow expression, such as pyarrow.compute.field('x') > 3" if kind == "filter" else ""
         mask = kind == "filter" and hasattr(function, "dtype")
         remedy = ". For a mask of rows, use select(np.flatnonzero(mask))." if mask else ""
         raise TypeError(f"{kind} takes a function{expression}, got {function!r:.60}{remedy}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -176,8 +177,14 @@ def collated(batch: Batch, kind: str, options: Options, generators: Generators, 
             f"collate_fn failed on a batch of {len(batch)} rows{where}: {type(problem).__name__}: {problem}{hint}"
         ) from problem
     if value is None:
-        raise MapError(f"collate_fn returned None for a batch of {len(batch)} rows{where}. Return the batch.")
+        _note_none(getattr(function, "__qualname__", type(function).__qualname__))
     return value if options.context is None or options.collate_columns else _split(value, options)
+
+
+@cache
+def _note_none(name: str) -> None:
+    """Log, once for each function, that batches are None, which mostly is a forgotten ``return``."""
+    _log.warning("collate_fn %s returned None, so that is the batch. Return the batch.", name)
 
 
 def _split(value: Any, options: Options) -> Any:

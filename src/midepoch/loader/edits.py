@@ -273,7 +273,7 @@ def rows_of_documents(documents: Any, sources: Iterable[str]) -> dict[int, list[
     except TypeError:
         raise TypeError(
             "exclude(documents=…) takes a batch with provenance, its doc_ids, or (source, row) pairs such as "
-            f"[('web', 17)], got {documents!r:.60}."
+            f"[('web', 17)], got {documents!r:.60}. Batches have provenance after loader(…, provenance=True)."
         ) from None
     rows: dict[int, list[int]] = {}
     for source, row in found:

@@ -32,7 +32,10 @@ class Shuffle:
     def __post_init__(self) -> None:
         object.__setattr__(self, "seed", check_seed(self.seed))
         if self.scope not in SCOPES:
-            raise ValueError(f"scope must be one of {', '.join(map(repr, SCOPES))}, got {self.scope!r}")
+            remedy = ". There is no buffer: all rows are shuffled, or those of window=… blocks" * isinstance(
+                self.scope, int
+            )
+            raise ValueError(f"scope must be one of {', '.join(map(repr, SCOPES))}, got {self.scope!r}{remedy}")
         if isinstance(self.window, bool) or not isinstance(self.window, int) or self.window < 1:
             raise ValueError(f"window must be a number of blocks of at least 1, got {self.window!r}")
 

@@ -169,7 +169,7 @@ def saved_splits(path: Path) -> dict[str, list[Path]] | None:
     if not (path / _DICT).is_file():
         raise DataNotFoundError(
             f"{path} was not written by save_to_disk: it has neither {_STATE} nor {_DICT}. "
-            "For plain Arrow files use midepoch.from_files."
+            "For files of other programs (Parquet, Arrow, JSON, CSV) use midepoch.from_files."
         )
     names = _read_json(path / _DICT).get("splits", [])
     return {str(name): saved_files(path / str(name)) for name in names}

@@ -86,6 +86,16 @@ class Matched:
     def _pipeline(self, spec: Node, base: Leaf, saved: Mapping[str, Any], where: str) -> Node:
         base = taken_over(base, {**DEFAULTS, **saved}, self._allow)
         here = describe(replace(spec, base=base))
+        others = saved.get("data") != here["data"] and saved.get("rows") != here.get("rows")
+        others = others and not _other_snapshot(str(saved.get("data")), str(here["data"]))
+        if others and not {"data", "rows"} & {*self._allow}:
+            raise CheckpointMismatchError(
+                f"{where}data",
+                f"{saved.get('rows'):,} rows",
+                f"{here.get('rows'):,} rows",
+                "files were added or removed since it was saved, or it is the state of another loader. Open the same "
+                "files, as a list of paths; new ones can be another source of a mix",
+            )
         for name in ("data", *CHECKED):
             default = DEFAULTS.get(name)
             self._check(name, saved.get(name, default), here.get(name, default), where)

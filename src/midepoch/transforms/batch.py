@@ -5,6 +5,7 @@ Columns with Hugging Face features that ``datasets`` has to decode (Image, Array
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -328,6 +329,9 @@ def check_columns(wanted: Sequence[str], present: Sequence[str], what: str) -> N
             kind = "the name of one column" if isinstance(wrong, (list, tuple)) else "names of columns"
             raise TypeError(f"{what} takes {kind}, got {wrong!r:.60}. There are: {', '.join(present)}.")
         hint = f"{nearest(missing[0], present, '{!r}')} There are: {', '.join(present)}.".lstrip()
+        parts = [part for part in re.split(r"[,;\s]+", missing[0]) if part]
+        if len(parts) > 1 and {*parts} <= {*present}:
+            hint = f"Pass several as a list: {parts}."
         struct, _, inner = missing[0].partition(".")
         if inner and struct in present:
             hint = f"For a field of {struct!r}, use map(lambda row: {{{inner!r}: row[{struct!r}][{inner!r}]}}) first."

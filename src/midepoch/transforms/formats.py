@@ -7,6 +7,7 @@ converts them to tensors in the process that delivers the batch.
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache, reduce
@@ -22,6 +23,7 @@ from midepoch.storage.damage import is_damage
 from midepoch.transforms.arrow_values import plain_values, to_numpy, to_python
 from midepoch.transforms.batch import Batch, Encoded, as_rows
 
+_log = logging.getLogger("midepoch")
 ITEMS = "items"
 """Format of map-style datasets: a row is an item of any type, and batches are those of torch's ``default_collate``."""
 ITEM = "item"
@@ -268,7 +270,26 @@ def _array(name: str, column: Any, kind: str, batch: Batch, allocate: Allocate |
     else:
         paths, times = batch.nullable.get(name, frozenset()), kind == "numpy"
         values = _checked(name, column, batch, lambda found: to_numpy(found, paths, owned=batch.owned, times=times))
+    if isinstance(values, list) and getattr(values[0] if values else None, "ndim", 0) > 1:
+        _note_shapes(name, *sorted({tuple(value.shape) for value in values if value is not None})[:2])
     return _objects(values) if kind == "numpy" and isinstance(values, list) else values
+
+
+def _note_shapes(name: str, *shapes: tuple[int, ...]) -> None:
+    """Log, once for each column, that its values do not make one array."""
+    if len(shapes) > 1 and name not in _unlike:
+        _unlike.add(name)
+        _log.warning(
+            "column %r has values of different shapes, such as %s and %s: batches have a list of them. Resize images, "
+            "decode(%r, size=224), or pass a collate_fn.",
+            name,
+            *map(list, shapes),
+            name,
+        )
+
+
+_unlike: set[str] = set()
+"""The columns for which this was logged."""
 
 
 def _stack(values: Any, kind: str, allocate: Allocate | None = None) -> Any:

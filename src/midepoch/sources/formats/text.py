@@ -256,17 +256,14 @@ class JsonFormat(Format):
             raise DamageError(f"{store.name(entry.path)}: {other}.")
         if re.match(rb'\{[ \t]*\r?\n\s*"', first):
             raise FormatError(
-                f"{store.name(entry.path)}: this is one JSON object over several lines, expected one object per line "
-                'or an array of objects. Open a field of it with midepoch.load_dataset("json", data_files=…, field=…).'
+                f"{store.name(entry.path)}: this is a JSON object over several lines, expected one object per line or "
+                "an array of objects. If there are several, write each on one line: json.dumps(row), without indent. "
+                "Rows in a field of one object: "
+                'midepoch.load_dataset("json", data_files=…, field="data", split="train").'
             )
         found = scan_text(store, entry, _JsonRows(in_array=False), start=0, skip_damage=skip_damage)
-        if sum(found.rows) == 1 and len(found.schema) > 1 and all(map(_is_column, found.schema.types)):
-            _log.warning(
-                "%s is one row whose values are columns: %s. If each has the values of all rows, open it with "
-                "midepoch.from_pandas(pandas.read_json(path)).",
-                store.name(entry.path),
-                ", ".join(found.schema.names[:8]),
-            )
+        if sum(found.rows) == 1 and not entry.path.endswith("l") and (about := _of_one_object(found.schema)):
+            _log.warning("%s is one JSON object, so one row. %s", store.name(entry.path), about)
         return found
 
     def decode(self, store: Store, block: Block, schema: pa.Schema, columns: Sequence[str]) -> pa.Table:
@@ -275,11 +272,22 @@ class JsonFormat(Format):
         return _parse_json(read_rows(store, block), wanted, in_array=about_rows(block.footer)["array"])
 
 
-def _is_column(kind: pa.DataType) -> bool:
-    """Return True for the type of a list, or of an object with numbers as names, as pandas' to_json writes them."""
-    if pa.types.is_struct(kind):
-        return all(kind.field(i).name.isdecimal() for i in range(kind.num_fields))
-    return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind))
+def _of_one_object(schema: pa.Schema) -> str:
+    """Return the sentences about an object that looks like a table, or "" if it looks like a row."""
+    objects = [
+        field.name for field in schema if pa.types.is_list(field.type) and pa.types.is_struct(field.type.value_type)
+    ]
+    if objects:
+        return (
+            f"Its field {objects[0]!r} is a list of objects. If those are the rows: "
+            f'midepoch.load_dataset("json", data_files=…, field={objects[0]!r}, split="train").'
+        )
+    named = [kind.field(0).name for kind in schema.types if pa.types.is_struct(kind) and kind.num_fields]
+    if len(named) == len(schema) > 1 and not all(map(str.isdecimal, named)):
+        return "If its values are the rows: midepoch.from_list(list(json.load(open(path)).values()))."
+    if len(named) + sum(map(pa.types.is_list, schema.types)) == len(schema) > 1:
+        return "If its values are columns, with the values of all rows: midepoch.from_pandas(pandas.read_json(path))."
+    return ""
 
 
 def _first_bytes(store: Store, entry: Entry) -> tuple[int, bytes]:
