@@ -24,6 +24,7 @@ from data import numbered
 from midepoch.audit import Ledger, read_run
 from midepoch.loader import feeds, movers
 from midepoch.testing import assert_resumes_exactly, same
+from pairs import alternating
 from states import lanes_of
 
 ROWS = 37
@@ -368,8 +369,11 @@ def counted(state: dict[str, Any]) -> dict[str, Any]:
     return {**state, "cursor": lanes}
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("name", unrepeated())
+@pytest.mark.parametrize(
+    ("name", "workers"),
+    alternating([name for name in PIPELINES if name not in REPEATED], [0, 2])
+    + [pytest.param(name, workers, marks=pytest.mark.slow) for name in REPEATED for workers in (0, 2)],
+)
 def test_state_follows_delivery_not_what_was_moved_ahead(
     name: str, workers: int, open_ds: Callable[[], midepoch.Dataset], monkeypatch: pytest.MonkeyPatch
 ) -> None:

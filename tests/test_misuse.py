@@ -7,7 +7,6 @@ import operator
 import re
 import shutil
 import subprocess
-import sys
 import tarfile
 import tempfile
 from collections.abc import Callable, Iterable
@@ -737,13 +736,13 @@ def test_values_of_different_shapes_in_a_batch(ds: midepoch.Dataset, caplog: pyt
     assert caplog.text == ""
 
 
-def test_a_run_that_begins_again_beside_its_ledger(tmp_path: Path) -> None:
+def test_a_run_that_begins_again_beside_its_ledger(python: str, tmp_path: Path) -> None:
     job = (
         "import midepoch, sys; loader = midepoch.from_dict({'x': range(20)}).loader(2, audit=sys.argv[1]);"
         "[next(loader) for _ in range(3)]"
     )
     said = [
-        subprocess.run([sys.executable, "-c", job, tmp_path], capture_output=True, text=True, check=True).stderr
+        subprocess.run([python, "-c", job, tmp_path], capture_output=True, text=True, check=True).stderr
         for _ in range(2)
     ]
     assert "has 3 steps of an earlier start" not in said[0]

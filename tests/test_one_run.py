@@ -14,6 +14,7 @@ import pytest
 import midepoch
 from midepoch.audit import Ledger, read_run
 from midepoch.errors import CheckpointMismatchError
+from pairs import alternating
 from states import lanes_of
 
 
@@ -121,12 +122,16 @@ def test_units_ahead_and_other_batches_whose_lengths_are_known_at_run_time(exclu
 
 
 @pytest.mark.parametrize(
-    ("before", "after"), [([1, 1], [1, 0]), ([1, 0], [1, 1]), ([1, 1], [0, 1]), ([0, 1], [2, 1])], ids=str
+    ("change", "stage"),
+    alternating(
+        [([1, 1], [1, 0]), ([1, 0], [1, 1]), ([1, 1], [0, 1]), ([0, 1], [2, 1])], ["shuffle", "tokens", "best fit"]
+    ),
 )
-@pytest.mark.parametrize("stage", ["shuffle", "tokens", "best fit"])
 def test_weights_to_and_from_0_in_a_window_with_the_end_of_the_mix(
-    before: list[float], after: list[float], stage: str, tmp_path: Path
+    change: tuple[list[float], list[float]], stage: str, tmp_path: Path
 ) -> None:
+    before, after = change
+
     def make(attempt: str = "1", folder: Path | None = None) -> midepoch.Loader:
         ds = midepoch.mix({"a": data(0, 36), "b": data(1000, 18)}, before, seed=1, stop="all")
         options: dict[str, Any] = {"audit": Ledger(folder, attempt=attempt)} if folder is not None else {}

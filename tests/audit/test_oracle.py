@@ -133,8 +133,8 @@ class Model:
 @pytest.mark.parametrize(
     ("name", "fault", "seeds"),
     [
-        *((name, "", 5) for name in MAKERS),
-        *((name, "repeated", 4) for name in MAKERS),
+        *((name, "", 4) for name in MAKERS),
+        *((name, "repeated", 3) for name in MAKERS),
         *_WITH_POSITIONS,
         *(pytest.param(name, fault, 30, marks=pytest.mark.slow) for name in MAKERS for fault in ("", "repeated")),
     ],

@@ -40,6 +40,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow  # 8 s, of which no line is the package's
 def test_all_parts_run(tmp_path: Path, python: str) -> None:
     run(python, "-m", "benchmarks.feed", "--smoke", "--json", str(tmp_path / "figures.json"))
     report: dict[str, Any] = json.loads((tmp_path / "figures.json").read_text())

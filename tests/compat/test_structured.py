@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from midepoch import CheckpointMismatchError, StateError, StructuredDataset
-from pairs import covering
+from pairs import alternating, covering
 
 ROWS = 600
 
@@ -241,8 +241,7 @@ def run_to(point: str, epoch: int, lake: Path, workers: int, **arguments: Any) -
     return json.loads(json.dumps(dataset.state_dict())), delivered
 
 
-@pytest.mark.parametrize("named", [False, True], ids=["the resumed epoch not named", "every epoch named"])
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize(("workers", "named"), alternating([0, 2], [False, True]))
 def test_every_save_point_resumes_with_the_rows_left_of_each_epoch(lake: Path, workers: int, named: bool) -> None:
     """By the documented loop; the state does not depend on whether the iterator is alive or was asked for its end."""
     loader, dataset = make(lake, num_workers=0, batch_size=120)

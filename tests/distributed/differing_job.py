@@ -160,7 +160,7 @@ def main(out: str, data: str, other: str) -> None:
     if dist.get_world_size() == 2:
         # First: ranks that have made other loaders before may be refused for those.
         keyvalue._LOOK, keyvalue._SURE = 0.2, 1.0
-        told["waiting"] = [waiting(ds, others, late) for late in (0.0, 0.08, 0.16, 0.3)]
+        told["waiting"] = [waiting(ds, others, late) for late in (0.0, 0.1, 0.3)]
         # Batches of another size for each: a loader that another rank has made, too, is none that differs.
         told |= {name: refused(make, ds, others, 2 + i % 8) for i, (name, make) in enumerate(DIFFERING.items())}
         alike = ds.shuffle(1)

@@ -10,7 +10,7 @@ from test_torchrun import HERE, read
 from launch import Launch
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.slow), 4])
 def test_attention_over_the_parts_is_attention_over_the_whole(size: int, tmp_path: Path, launched: Launch) -> None:
     launched(size, str(HERE / "context_job.py"), str(tmp_path))
     said = [read(tmp_path / f"context-{rank}.json") for rank in range(size)]

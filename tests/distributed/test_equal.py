@@ -37,7 +37,7 @@ def test_ranks_that_differ_are_refused(data: tuple[str, str], tmp_path: Path, la
     assert [one["shifted dataset"] for one in told] == [[6, 6], [6]]
     assert [one["shifted stream"] for one in told] == [[2, 6], [2]]
     for one in told:
-        assert len(one["waiting"]) == 4
+        assert len(one["waiting"]) == 3
         for text in one["waiting"]:
             assert text.startswith("the ranks do not load the same data and wait for each other: rows is 36 "), text
     assert all("scope is rows on rank 0 and window on rank 1" in one["saved"] for one in told), told

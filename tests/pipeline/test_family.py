@@ -12,7 +12,7 @@ COUNT = int(os.environ.get("PIPELINES", "2000"))
 
 
 # Those that take longest (windows of windows, with workers), and those whose branches others take.
-SLOW = (5, 7, 9, 10, 14, 17, 19)
+SLOW = (5, 7, 9, 10, 12, 14, 16, 17, 18, 19, 20, 21, 22)
 
 
 @pytest.mark.parametrize("seed", [pytest.param(s, marks=pytest.mark.slow if s in SLOW else ()) for s in range(24)])

@@ -112,7 +112,10 @@ def no_files_left(action: Callable[[], Any]) -> str:
     return "nothing"
 
 
-@pytest.mark.parametrize("kind", ["parquet", "csv", "jsonl"])
+# Each waits for 2 s. Lines are read by the same code.
+@pytest.mark.parametrize(
+    "kind", ["parquet", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("csv", "jsonl"))]
+)
 def test_rows_are_not_skipped_for_want_of_open_files(kind: str, tmp_path: Path) -> None:
     path = tmp_path / f"a.{kind}"
     if kind == "parquet":

@@ -358,7 +358,7 @@ def test_waits_while_blocks_are_read(hub: HubServer, caplog: pytest.LogCaptureFi
 def test_a_limit_that_counts_over_time_is_kept(hub: HubServer) -> None:
     """Far more files than a window allows: every thread waits for the end of the window, none gives up."""
     hub.add("org/many", {f"{i:02}.parquet": parquet(i) for i in range(40)})
-    hub.limit("resolve", 15, seconds=1.0)
+    hub.limit("resolve", 15, seconds=0.4)
     assert len(midepoch.from_files("hf://datasets/org/many")) == 40 * ROWS
     assert hub.requests["resolve"] < 40 + 3 * 20
 

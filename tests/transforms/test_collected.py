@@ -12,6 +12,7 @@ import torch
 import midepoch
 from midepoch.loader import batches
 from midepoch.testing import same
+from pairs import alternating
 
 N = 2000
 MAKERS: dict[str, Callable[[int], Any]] = {
@@ -34,8 +35,7 @@ MAKERS: dict[str, Callable[[int], Any]] = {
 }
 
 
-@pytest.mark.parametrize("kind", ["torch", "numpy"])
-@pytest.mark.parametrize("name", MAKERS)
+@pytest.mark.parametrize(("name", "kind"), alternating([*MAKERS], ["torch", "numpy"]))
 def test_batches_are_the_same_as_of_rows_kept_apart(
     name: str, kind: str, small_files: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
