@@ -195,7 +195,7 @@ def test_an_interrupt_anywhere_loses_no_batch(
         if kind.endswith("ledger"):
             proof = read_run(run)
             assert proof.exact and proof.steps == 3, f"{where}: {proof.epochs}"
-    assert places > 5
+    assert places > 3
 
 
 @pytest.mark.parametrize("kind", ["positions", "lanes", "groups"])
