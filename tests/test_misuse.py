@@ -20,6 +20,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from tokenizers import Tokenizer, models
+from torch.utils.data import default_collate
 from transformers import PreTrainedTokenizerFast
 
 import midepoch
@@ -505,6 +506,22 @@ FIRST_WEEK: Wrong = [
     (lambda ds: midepoch.interleave_datasets([ds, ds], [1, 1], "all_exhausted"), "Name stopping_strategy="),
     (lambda ds: ds.shuffle(42, 1000), "There is no buffer.*window="),
     (lambda ds: saved(ds.loader(4)).save(ds.loader(4), 5), "passed by name: step=5"),
+    (lambda ds: ds.train_test_split(20, 42), "seed is passed by name: seed=42"),
+    (lambda ds: ds.weighted("text", seed=1), r"expected numbers.*ds\.balanced\('text'\)"),
+    (lambda ds: ds.loader(4, True), r"got True\. The second argument is num_workers.*ds\.shuffle\(seed=…\)"),
+    (lambda ds: list(ds.map(lambda rng, row: {"n": rng.random()}, with_generator=True)), "row is the first argument"),
+    (lambda ds: next(ds.loader(4, collate_fn=lambda rows: [x for x, y, z in rows])), r"a row is a dict: row\['text'\]"),
+    (lambda ds: next(ds.loader(4, collate_fn=lambda rows: [r[0] for r in rows])), r"a row is a dict: row\['text'\]"),
+    (lambda ds: next(ragged(ds).loader(4, collate_fn=default_collate)), "layout='padded'"),
+    (lambda ds: next(ds.loader(4, collate_fn=FAST)), r"ds\.tokenize\(tokenizer\)"),
+    (lambda ds: saved(ds.loader(4)).restore(ds.loader(4), step=-1), "at least 0, got -1. For the newest"),
+    (lambda _: midepoch.from_files("folder\\a.parquet"), "Folders are separated by /: 'folder/a.parquet'"),
+    (
+        lambda ds: assert_resumes_exactly(lambda: midepoch.mix([ds], stop="never").loader(4)),
+        "never ends.*steps_per_epoch",
+    ),
+    (lambda ds: ds.tokenize(FAST, max_lenght=2), "no argument 'max_lenght'. Did you mean max_length="),
+    (lambda ds: ds.tokenize(FAST, remove_columns=["id"]), r"ds\.remove_columns"),
     (lambda _: midepoch.from_files("a.csv", header=None), "'header'.*from_pandas"),
     (lambda _: midepoch.from_files("a.csv", encoding="cp1252"), "UTF-8.*from_pandas"),
     (lambda _: midepoch.from_files("a.csv", dtype=str), "'dtype'.*cast"),
@@ -712,6 +729,37 @@ def test_a_worker_that_asks_torch_where_it_is(ds: midepoch.Dataset) -> None:
         list(ds.loader(4, num_workers=1, worker_init_fn=init))
 
 
+def test_arguments_of_functions_the_other_way_around(ds: midepoch.Dataset) -> None:
+    with pytest.raises(midepoch.MapError, match="not subscriptable. The row is the first argument; its number"):
+        list(ds.map(lambda i, row: {"n": row["id"] + i}, with_indices=True))
+    with pytest.raises(midepoch.MapError, match="worker_init_fn failed.*It is called with the number of the worker"):
+        next(ds.loader(4, num_workers=1, worker_init_fn=lambda: None))  # type: ignore[misc,arg-type]
+
+
+def test_what_is_easily_overlooked(ds: midepoch.Dataset, caplog: pytest.LogCaptureFixture) -> None:
+    def says(text: str) -> None:
+        assert text in caplog.text, caplog.text
+        caplog.clear()
+
+    loader = ds.loader(4)
+    assert ds.state_dict() and not caplog.text
+    next(loader)
+    assert ds.state_dict()["position"] == 0
+    says("its loader is at position 4. Save loader.state_dict()")
+    assert {name: len(part) for name, part in ds.train_test_split(0.1, 7).items()} == {"train": 7, "test": 2}
+    says("11 rows are in neither part, because train_size is 7. A seed is named: seed=7")
+    many = midepoch.from_dict({"x": range(40), "y": [i % 3 for i in range(40)]})
+    many.balanced("y", seed=1)
+    assert not caplog.text
+    many.balanced("x", seed=1)
+    says("has 40 values in 40 rows")
+    assert next(ds.loader(4, collate_fn=lambda rows: [x for x, y in rows])) == ["id"] * 4
+    says("returned names of columns. A row is a dict")
+    nulls = ds.map(lambda row: {"text": None if row["id"] == 3 else row["text"]})
+    assert list(nulls.tokenize(words()))[3]["input_ids"] == []
+    says("some texts are null, and are tokenized as empty ones")
+
+
 def test_rows_that_are_chosen_after_a_shuffle(ds: midepoch.Dataset, caplog: pytest.LogCaptureFixture) -> None:
     rows._log_order.cache_clear()
     ds.take(3).shuffle(seed=1)
@@ -755,6 +803,10 @@ def written(name: str, text: str) -> midepoch.Dataset:
     return midepoch.from_files(path)
 
 
+def ragged(ds: midepoch.Dataset) -> midepoch.Dataset:
+    return ds.map(lambda row: {"ids": [1] * (1 + row["id"] % 3)}).select_columns("ids")
+
+
 OPTIMIZER = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
 SCHEDULER = torch.optim.lr_scheduler.StepLR(OPTIMIZER, 3)
 
@@ -786,6 +838,9 @@ class Encoding:
 
 def words() -> Tokenizer:
     return Tokenizer(models.WordLevel({"t": 0, "?": 1}, unk_token="?"))
+
+
+FAST = PreTrainedTokenizerFast(tokenizer_object=words(), pad_token="?")
 
 
 class Collator:

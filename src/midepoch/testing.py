@@ -46,6 +46,8 @@ def assert_resumes_exactly(
         raise TypeError(f"assert_resumes_exactly takes a function, as in lambda: ds.loader(8), got {make!r:.60}")
     if callable(resume_with):
         raise TypeError("resume_with takes a list of functions, as in [lambda: ds.loader(8, num_workers=2)]")
+    if steps is None:
+        _refuse_endless(make())
     cuts, items = _uninterrupted(make, integer(epochs, "epochs", 1))
     wanted = range(len(cuts)) if steps is None else [step for step in steps if step < len(cuts)]
     checked = 0
@@ -64,6 +66,17 @@ def assert_resumes_exactly(
             _compare(expected, found, f"resumed after {done} items, then again one item later")
             checked += 1
     return checked
+
+
+def _refuse_endless(source: Any) -> None:
+    """Raise ValueError for a mix that never ends, of which there would be no last moment."""
+    from midepoch.dataset import Dataset
+    from midepoch.loader import Loader
+    from midepoch.pipeline.lanes import is_endless
+
+    passes = source.options.steps_per_epoch if isinstance(source, Loader) else None
+    if isinstance(source, (Dataset, Loader)) and is_endless(source.pipeline.node) and not passes:
+        raise ValueError('assert_resumes_exactly: the mix never ends. Use stop="all", or loader(…, steps_per_epoch=9).')
 
 
 def _uninterrupted(make: Make, epochs: int) -> tuple[list[tuple[int, Any, bool]], list[Any]]:

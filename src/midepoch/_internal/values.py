@@ -23,7 +23,7 @@ def integer(value: Any, what: str, least: int = 0, hint: str = "") -> int:
     if number is None:
         raise TypeError(f"{what}: expected an integer, got {value!r:.60}{'. ' * bool(hint)}{hint}")
     if not least <= number < LARGEST:
-        raise ValueError(f"{what}: expected at least {least}, got {value}")
+        raise ValueError(f"{what}: expected at least {least}, got {value}{'. ' * bool(hint)}{hint}")
     return number
 
 

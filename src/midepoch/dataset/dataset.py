@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
+import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -53,6 +55,8 @@ UNSET: Any = _Unset()
 _SHOWN = 3
 """Rows of a dataset that notebooks show."""
 
+_log = logging.getLogger("midepoch")
+
 
 @hinted_methods(habits.METHODS)
 class Dataset(Resumable):
@@ -69,6 +73,7 @@ class Dataset(Resumable):
     _iteration_type: type[IterationState] = IterationState
     _default_scope: str | None = None
     _access: RandomAccess | None
+    _loader: weakref.ref[Loader] | None = None
 
     def __init__(self, spec: PipelineSpec, cursor: Cursor | None = None, *, named: bool = False) -> None:
         if not isinstance(spec, PipelineSpec):
@@ -422,6 +427,14 @@ class Dataset(Resumable):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state after the last row delivered: flat, small and JSON-able."""
+        loader = None if self._loader is None else self._loader()
+        if loader is not None and loader.position and not self.position:
+            self._loader = None  # once
+            _log.warning(
+                "this is the state of the dataset, which is at its beginning: its loader is at position %s. Save "
+                "loader.state_dict().",
+                f"{loader.position:,}",
+            )
         return self._iteration.save()
 
     def load_state_dict(self, state: Any, *, allow: Collection[str] = ()) -> None:
@@ -555,7 +568,7 @@ class Dataset(Resumable):
         if prefetch is not None and prefetch_factor is not None:
             raise ValueError("prefetch and prefetch_factor are two names of one setting. Omit one of them.")
         here = self._iteration
-        return make_loader(
+        made = make_loader(
             self.pipeline,
             here.start._replace(epoch=self.epoch),
             named=here.shared.named,
@@ -593,6 +606,8 @@ class Dataset(Resumable):
                 steps_per_epoch,
             ),
         )
+        self._loader = weakref.ref(made)
+        return made
 
 
 for _name, _hint in habits.OPENERS.items():

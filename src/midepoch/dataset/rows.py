@@ -322,6 +322,14 @@ def balanced(self: D, column: str, *, num_samples: int | None = None, seed: int 
     """
     selection_of(self, "balanced")
     classes = strata(self, column, "balanced")
+    if (rows := len(classes)) > 20 and 2 * (values := int(classes.max()) + 1) > rows:
+        _log.warning(
+            "balanced: column %r has %s values in %s rows, so that most rows are classes of their own. Map it to "
+            "classes, or use weighted().",
+            column,
+            f"{values:,}",
+            f"{rows:,}",
+        )
     return _drawn(self, 1 / np.bincount(classes)[classes], num_samples, True, seed)
 
 
@@ -412,7 +420,10 @@ def _numbers(values: pa.ChunkedArray, column: str) -> npt.NDArray[np.float64]:
     """Return the values of a column as numbers. Raise ColumnError for any that is not."""
     kind = values.type
     if not (pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind)):
-        raise ColumnError(f"weighted: column {column!r} contains {kind}, expected numbers.")
+        remedy = f"To draw every class equally often, use ds.balanced({column!r})."
+        if kind.num_fields:
+            remedy = f"For weights by their lengths, use ds.weighted(np.asarray(ds.lengths({column!r})))."
+        raise ColumnError(f"weighted: column {column!r} contains {kind}, expected numbers. {remedy}")
     if values.null_count:
         raise ColumnError(f"weighted: column {column!r} is null in {values.null_count} rows. Weight 0 is never drawn.")
     return np.asarray(values.to_numpy(), dtype=np.float64)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
+from midepoch._internal.hints import nearest
 from midepoch._internal.values import integer
 from midepoch.errors import ColumnError
 from midepoch.order.schedule import Schedule
@@ -282,9 +283,25 @@ def tokenize(
             else "With another one, use map(lambda row: {'input_ids': encode(row['text'])}, remove_columns='text')."
         )
         raise TypeError(f"tokenize takes a tokenizer of transformers or tokenizers, got {tokenizer!r:.60}. {remedy}")
+    _check_options(tokenizer, options)
     removed = () if column == output else (column,)
     rowwise = not options.get("padding") and not made["function"].pads  # to the longest of a group
     return self._with_step(Map(**made, remove_columns=removed, rowwise=rowwise))
+
+
+def _check_options(tokenizer: Any, options: Mapping[str, Any]) -> None:
+    """Raise TypeError for an option that a tokenizer of transformers would ignore."""
+    if not any(each.__name__ == "PreTrainedTokenizerBase" for each in type(tokenizer).__mro__):
+        return
+    known = inspect.signature(type(tokenizer).__call__).parameters
+    for name in options:
+        if name not in known:
+            hint = (
+                "Columns are removed by ds.remove_columns(…)."
+                if name == "remove_columns"
+                else nearest(name, known, "{}=")
+            )
+            raise TypeError(f"tokenize: the tokenizer has no argument {name!r}. {hint}".rstrip())
 
 
 def decode(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Mapping
 from functools import cache
 from typing import Any, NamedTuple
@@ -172,19 +173,40 @@ def collated(batch: Batch, kind: str, options: Options, generators: Generators, 
         value = generators.run("collate_fn", ("collate", 0, epoch), collate, repeatable=can_repeat(batch))
     except Exception as problem:  # a StopIteration would end the epoch silently
         gets = "a dict of columns" if options.collate_columns else "a list of rows"
-        hint = f". It gets {gets}." if isinstance(problem, (TypeError, KeyError, IndexError, AttributeError)) else ""
+        hint = "" if options.collate_columns else ", and a row is a dict: row['text']"
+        hint = f". It gets {gets}{hint}." if isinstance(problem, _OF_ROWS) or "unpack" in str(problem) else ""
+        if _UNLIKE.search(str(problem)):
+            hint = (
+                ". If lists of a column have different lengths, omit collate_fn and pass layout='padded'. Columns of "
+                "text have no tensors: leave them out with select_columns(), or use ds.tokenize(tokenizer)."
+            )
         raise MapError(
             f"collate_fn failed on a batch of {len(batch)} rows{where}: {type(problem).__name__}: {problem}{hint}"
         ) from problem
     if value is None:
         _note_none(getattr(function, "__qualname__", type(function).__qualname__))
+    elif type(value) in (list, tuple) and type(value[0] if value else None) is str and {*value} <= {*batch.columns}:
+        _note_names(getattr(function, "__qualname__", type(function).__qualname__))
     return value if options.context is None or options.collate_columns else _split(value, options)
+
+
+_OF_ROWS = (TypeError, KeyError, IndexError, AttributeError)
+_UNLIKE = re.compile(
+    "equal size|expected sequence of length|too many dimensions|create tensor|text input must be|encoding"
+)
+"""Messages of torch and transformers about rows that do not make one tensor."""
 
 
 @cache
 def _note_none(name: str) -> None:
     """Log, once for each function, that batches are None, which mostly is a forgotten ``return``."""
     _log.warning("collate_fn %s returned None, so that is the batch. Return the batch.", name)
+
+
+@cache
+def _note_names(name: str) -> None:
+    """Log, once for each function, that a batch has the names of columns: what unpacking a dict gives."""
+    _log.warning("collate_fn %s returned names of columns. A row is a dict: row['text'], not a tuple.", name)
 
 
 def _split(value: Any, options: Options) -> Any:

@@ -29,6 +29,7 @@ from midepoch.pipeline.spec import PipelineSpec
 from midepoch.transforms.context import ContextSlice
 
 _log = logging.getLogger("midepoch")
+_NOT_SHUFFLE = "The second argument is num_workers. To shuffle, use ds.shuffle(seed=…).loader(…)."
 
 
 def make_loader(
@@ -102,7 +103,7 @@ def make_loader(
     ahead = ahead_for(made_rows * row_bytes) if prefetch is None else prefetch
     chosen = Options(
         batch_size=batch_size,
-        num_workers=integer(num_workers, "loader(num_workers=…)"),
+        num_workers=integer(num_workers, "loader(num_workers=…)", hint=_NOT_SHUFFLE * isinstance(num_workers, bool)),
         prefetch=integer(ahead, "loader(prefetch=…)", 1),
         last_batch=last_batch,
         sizes=sizes,

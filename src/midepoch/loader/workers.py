@@ -362,10 +362,10 @@ class _BatchWorker:
             return
         try:
             self._options.worker_init_fn(self._link.number)
-        except AttributeError as problem:  # of what torch's get_worker_info() returns in its own workers
+        except (AttributeError, TypeError) as problem:  # of what torch's get_worker_info() returns in its own workers
             raise MapError(
-                f"worker_init_fn failed: AttributeError: {problem}. It is called with the number of the worker, and "
-                "torch's get_worker_info() is None here."
+                f"worker_init_fn failed: {type(problem).__name__}: {problem}. It is called with the number of the "
+                "worker, and torch's get_worker_info() is None here."
             ) from problem
 
     def _make(self, run: int, plan: StepPlan, maker: BatchMaker) -> None:

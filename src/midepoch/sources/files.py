@@ -205,7 +205,8 @@ def _expanded(lookups: Lookups, path: str, given: str, wanted: str | None) -> Ex
         if wanted in OF_TOKENS:  # without files written beside them, unless no name matches
             found = [each for each in found if format_of(each.path, wanted)] or found
         if not found:
-            raise DataNotFoundError(f"no file matches {name!r}{where}. {nearest(store, base)}")
+            remedy = "Folders are separated by /, not by backslashes." if "\\" in given else nearest(store, base)
+            raise DataNotFoundError(f"no file matches {name!r}{where}. {remedy}")
         found.sort(key=itemgetter(0))
         described = [manifest for each in found if (manifest := manifests.of_file(store, each, wanted)) is not None]
         if described:  # manifests, which name the other files
@@ -218,7 +219,9 @@ def _expanded(lookups: Lookups, path: str, given: str, wanted: str | None) -> Ex
             parts = [part.strip() for part in given.split(",")]
             several = store.local and len(parts) > 1 and all(map(os.path.exists, parts))
             remedy = f"Pass the {len(parts)} paths as a list: {parts}." if several else nearest(store, path)
-            if "$" in given or re.search(r"\{\w*\}", given):
+            if "\\" in given:
+                remedy = f"Folders are separated by /: {given.replace(chr(92), '/')!r}, and not by backslashes."
+            elif "$" in given or re.search(r"\{\w*\}", given):
                 remedy = "Variables are not filled in: use os.path.expandvars(path), or f'{folder}/a.parquet'."
             raise DataNotFoundError(f"{name!r} does not exist{where}. {remedy}")
         return Expanded("", [entry])

@@ -9,6 +9,7 @@ from __future__ import annotations
 import glob
 import hashlib
 import json
+import logging
 import math
 import os
 import re
@@ -24,6 +25,7 @@ from midepoch.storage.address import Address, Secrets, is_secret
 from midepoch.storage.cache_files import CacheSlot, atomic_write, default_index_dir, read_or_make
 from midepoch.storage.open_files import redact_logs
 
+_log = logging.getLogger("midepoch")
 _PART = re.compile(
     r"(?P<split>\w+(?:\.\w+)*)"
     r"(?:\[(?:(?P<start>-?[\d_]+)(?P<start_pct>%)?)?:(?:(?P<stop>-?[\d_]+)(?P<stop_pct>%)?)?\])?"
@@ -119,9 +121,17 @@ def split_sizes(rows: int, train: Any, test: Any) -> tuple[int, int]:
     last = rows - (first or 0) if last is None else last
     first = rows - last if first is None else first
     if first < 1 or last < 1 or first + last > rows:
+        seed = " A seed is passed by name: seed=42." if isinstance(train, Integral) else ""
         raise ValueError(
             f"{rows:,} rows cannot be split into {first:,} for training and {last:,} for the test. Choose sizes of at "
-            "least one row each, and not more together than there are."
+            f"least one row each, and not more together than there are.{seed}"
+        )
+    if first + last < rows and isinstance(train, Integral) and not isinstance(test, Integral):
+        _log.warning(
+            "train_test_split: %s rows are in neither part, because train_size is %s. A seed is named: seed=%s.",
+            f"{rows - first - last:,}",
+            first,
+            first,
         )
     return first, last
 

@@ -108,7 +108,7 @@ def plan_resume(
     saved = parse(first) if isinstance(first, Mapping) else None
     by_tokens = saved is not None and bool(saved["budget"]) and not saved.in_lanes
     if batch_size is None and not by_tokens:
-        raise TypeError("plan_resume() needs batch_size, the rows of each rank at a step.")
+        raise TypeError("plan needs the batch size (--batch-size, or batch_size=…): the rows of each rank at a step.")
     options = Options(1 if by_tokens else integer(batch_size, "plan(batch_size=…)", 1), last_batch=last_batch)
     steps = integer(steps, "plan(steps=…)")
     try:

@@ -5,10 +5,11 @@
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import chain
 from typing import Any
 
@@ -110,7 +111,9 @@ class Tokenize:
         return hasattr(self.tokenizer, "encode_batch") and getattr(self.tokenizer, "padding", None) is not None
 
     def __call__(self, texts: Any) -> dict[str, Any]:
-        texts = ["" if text is None else text for text in texts]
+        if None in (texts := list(texts)):
+            _note_nulls()
+            texts = ["" if text is None else text for text in texts]
         if texts and not isinstance(texts[0], str | list | tuple):
             raise MapError(f"a tokenizer takes text, but the column holds {type(texts[0]).__name__}: {texts[0]!r:.60}")
         backend = self._backend()
@@ -129,6 +132,15 @@ class Tokenize:
         backend = getattr(self.tokenizer, "backend_tokenizer", None)
         plain = backend is not None and not self.options and backend.truncation is None and backend.padding is None
         return backend if plain else None
+
+
+_log = logging.getLogger("midepoch")
+
+
+@cache
+def _note_nulls() -> None:
+    """Log, once in a process, that null is tokenized as the empty text."""
+    _log.warning("tokenize: some texts are null, and are tokenized as empty ones. Leave them out with filter() before.")
 
 
 def is_tokenizer(given: Any) -> bool:

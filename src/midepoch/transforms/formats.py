@@ -271,7 +271,7 @@ def _array(name: str, column: Any, kind: str, batch: Batch, allocate: Allocate |
         paths, times = batch.nullable.get(name, frozenset()), kind == "numpy"
         values = _checked(name, column, batch, lambda found: to_numpy(found, paths, owned=batch.owned, times=times))
     if isinstance(values, list) and getattr(values[0] if values else None, "ndim", 0) > 1:
-        _note_shapes(name, *sorted({tuple(value.shape) for value in values if value is not None})[:2])
+        _note_shapes(name, *sorted({tuple(value.shape) for value in values if hasattr(value, "shape")})[:2])
     return _objects(values) if kind == "numpy" and isinstance(values, list) else values
 
 

@@ -209,6 +209,10 @@ class Function:
 
 
 _NOT_LIST = re.compile("not (iterable|subscriptable)|no len")
+_EXTRA_FIRST = re.compile(
+    "'(int|.*Generator)' object is not subscriptable|"
+    "'dict' object has no attribute '(random|integers|normal|uniform|choice)'"
+)
 _NOT_ROW = re.compile("not subscriptable|indices must be integers")
 
 
@@ -218,6 +222,8 @@ def _remedy(problem: Exception, row: Any, batched: bool, columns: Sequence[str] 
         return f". It is called with the values of {', '.join(columns)}: omit input_columns for a function of the row."
     if batched and isinstance(problem, (TypeError, AttributeError)) and "'list'" in str(problem):
         return ". It is called with a list of each column: omit batched=True for a function of one row."
+    if isinstance(problem, (TypeError, AttributeError)) and _EXTRA_FIRST.search(str(problem)):
+        return ". The row is the first argument; its number or its generator is the second."
     if isinstance(problem, (TypeError, AttributeError)) and not batched and "NoneType" in str(problem):
         empty = [name for name, value in row.items() if value is None] if isinstance(row, Mapping) else []
         if empty:
