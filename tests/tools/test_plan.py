@@ -86,5 +86,5 @@ def test_batches_by_tokens_are_planned(tmp_path: Path) -> None:
     assert not plan_resume(state, ds.loader(4), world_size=3).accepted
     summary = describe(state)
     assert summary.batches is not None and "9 delivered" in summary.batches and "max_tokens=120" in str(summary)
-    with pytest.raises(TypeError, match="needs batch_size"):
+    with pytest.raises(TypeError, match="plan needs the batch size"):
         plan_resume(ds.loader(4).state_dict(), ds, world_size=3)

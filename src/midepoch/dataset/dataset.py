@@ -73,7 +73,7 @@ class Dataset(Resumable):
     _iteration_type: type[IterationState] = IterationState
     _default_scope: str | None = None
     _access: RandomAccess | None
-    _loader: weakref.ref[Loader] | None = None
+    _last_loader: weakref.ref[Loader] | None = None
 
     def __init__(self, spec: PipelineSpec, cursor: Cursor | None = None, *, named: bool = False) -> None:
         if not isinstance(spec, PipelineSpec):
@@ -427,9 +427,9 @@ class Dataset(Resumable):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state after the last row delivered: flat, small and JSON-able."""
-        loader = None if self._loader is None else self._loader()
+        loader = None if self._last_loader is None else self._last_loader()
         if loader is not None and loader.position and not self.position:
-            self._loader = None  # once
+            self._last_loader = None  # once
             _log.warning(
                 "this is the state of the dataset, which is at its beginning: its loader is at position %s. Save "
                 "loader.state_dict().",
@@ -606,7 +606,7 @@ class Dataset(Resumable):
                 steps_per_epoch,
             ),
         )
-        self._loader = weakref.ref(made)
+        self._last_loader = weakref.ref(made)
         return made
 
 

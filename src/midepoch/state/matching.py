@@ -94,8 +94,8 @@ class Matched:
                 f"{saved.get('rows'):,} rows",
                 f"{here.get('rows'):,} rows",
                 "files were added or removed since it was saved, or it is the state of another loader; of "
-                "from_map_style: the length has changed. Open the same files, as a list of paths; new ones can be another "
-                "source of a mix",
+                "from_map_style: the length has changed. Open the same files, as a list of paths; new ones can be "
+                "another source of a mix",
             )
         for name in ("data", *CHECKED):
             default = DEFAULTS.get(name)
