@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
 
+from simulation.cluster import Fault
 from simulation.plans import Exit, Plan, StartPlan
 from simulation.running import Simulator
 
@@ -74,3 +76,19 @@ def test_a_run_comes_back_to_the_end_of_an_epoch(simulator: Simulator) -> None:
         StartPlan(1, 3, every=5),
     )
     assert simulator.run(replace(PLAN, features=features, last="drop", starts=starts)).finding == ""
+
+
+def test_a_sync_that_failed_and_a_loss_of_power_leave_the_checkpoint_that_was_saved_before(
+    simulator: Simulator,
+) -> None:
+    """The step was seen, so the next start removed the copy that it had replaced. Then its name was lost, too."""
+    starts = (
+        StartPlan(1, 4, every=1),
+        StartPlan(1, 3, every=4, faults=(Fault("error", 0, 4, "checkpoint", errno.EIO, verb="sync"),)),
+        StartPlan(1, 2, every=4, faults=(Fault("power", 0, 3, "checkpoint", verb="rename"),)),
+        StartPlan(1, 3, every=3),
+    )
+    plan = replace(PLAN, starts=starts, keep=2)
+    outcomes = [simulator.run(replace(plan, seed=seed)) for seed in range(40)]
+    assert [outcome.finding for outcome in outcomes if outcome.finding] == []
+    assert sum("power at rename" in outcome.report() for outcome in outcomes) > 20

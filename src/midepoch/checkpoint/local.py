@@ -413,6 +413,9 @@ class LocalStore:
         else:
             path.unlink(missing_ok=True)
 
+    def harden(self) -> None:
+        sync(self.path)
+
     def retire(self, copy: Copy) -> None:
         path = self.path / copy.place
         lock = NO_LOCKS if (is_old := copy.place.endswith(".old")) else try_lock(path)

@@ -126,6 +126,9 @@ class CheckpointStore(Protocol):
     def discard(self, copy: Copy) -> None:
         """Remove a copy: its manifest first."""
 
+    def harden(self) -> None:
+        """Make all commits durable that are seen. The process of one may have failed in its last sync."""
+
     def retire(self, copy: Copy) -> None:
         """Discard a copy that is not committed, unless its process may be alive."""
 
@@ -268,6 +271,7 @@ class Steps:
                         self.store.retire(copy)
                 if len(committed) > 1:
                     *replaced, (newest, _) = self._in_order(committed)
+                    self.store.harden()  # a loss of power could take the newest back, and the others are removed
                     for copy, content in replaced:
                         if isinstance(content, (Manifest, CheckpointDamagedError)):  # not of a newer version
                             self.store.discard(copy)
