@@ -506,6 +506,7 @@ FIRST_WEEK: Wrong = [
     (lambda ds: midepoch.interleave_datasets([ds, ds], [1, 1], "all_exhausted"), "Name stopping_strategy="),
     (lambda ds: ds.shuffle(42, 1000), "There is no buffer.*window="),
     (lambda ds: saved(ds.loader(4)).save(ds.loader(4), 5), "passed by name: step=5"),
+    (lambda ds: ds.sort("-id"), r"descending order: ds\.sort\('id', reverse=True\)"),
     (lambda ds: ds.train_test_split(20, 42), "seed is passed by name: seed=42"),
     (lambda ds: ds.weighted("text", seed=1), r"expected numbers.*ds\.balanced\('text'\)"),
     (lambda ds: ds.loader(4, True), r"got True\. The second argument is num_workers.*ds\.shuffle\(seed=…\)"),
@@ -758,6 +759,32 @@ def test_what_is_easily_overlooked(ds: midepoch.Dataset, caplog: pytest.LogCaptu
     nulls = ds.map(lambda row: {"text": None if row["id"] == 3 else row["text"]})
     assert list(nulls.tokenize(words()))[3]["input_ids"] == []
     says("some texts are null, and are tokenized as empty ones")
+
+
+def test_values_that_are_not_what_they_seem(ds: midepoch.Dataset, tmp_path: Path, caplog: Any) -> None:
+    def says(text: str) -> None:
+        assert text in caplog.text, caplog.text
+        caplog.clear()
+
+    with pytest.raises(midepoch.MapError, match=r"holds conversations. Use map\(.*apply_chat_template"):
+        list(ds.map(lambda row: {"text": [{"role": "user", "content": "hi"}]}).tokenize(words()))
+    with pytest.raises(midepoch.MapError, match="After with_format\\('arrow'\\) a function gets tables"):
+        list(ds.with_format("arrow").map(lambda row: {"n": row["id"] + "a"}))
+    next(ds.map(lambda row: {"mixed": row["id"] or "none"}).loader(4))
+    says("column 'mixed' has values of different types (int, str)")
+    (tmp_path / "hive" / "lang=de").mkdir(parents=True)
+    pq.write_table(pa.table({"x": [1]}), tmp_path / "hive" / "lang=de" / "0.parquet")
+    midepoch.from_files(tmp_path / "hive", partitioning="hive")
+    midepoch.from_files(tmp_path / "hive" / "lang=de")
+    assert caplog.text == ""
+    midepoch.from_files(tmp_path / "hive")
+    says("folders are named lang=…: partitioning='hive' makes it a column")
+    for dtype, other in (("uint16", "uint32"), ("uint32", "uint16")):
+        (np.arange(1000) % 500).astype(dtype).tofile(tmp_path / "a.bin")
+        midepoch.from_tokens(tmp_path / "a.bin", 50, dtype=dtype)
+        assert caplog.text == ""
+        midepoch.from_tokens(tmp_path / "a.bin", 50, dtype=other)
+        says(f"is their type dtype='{dtype}'?")
 
 
 def test_rows_that_are_chosen_after_a_shuffle(ds: midepoch.Dataset, caplog: pytest.LogCaptureFixture) -> None:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import os
 import re
 import runpy
 import sys
 from collections.abc import Sequence
-from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -164,13 +164,15 @@ def made_by(name: str) -> Dataset | Loader:
             raise DataNotFoundError(f"there is no file {module}. Check the path.")
         sys.path.insert(0, str(Path(module).resolve().parent))
         try:
-            factory = runpy.run_path(module, run_name="midepoch_cli").get(function)
+            known = runpy.run_path(module, run_name="midepoch_cli")
+            factory = known.get(function)
         except ModuleNotFoundError as problem:
             raise ValueError(f"{module} imports {problem.name}, which is not installed here. Install it.") from None
     else:
         sys.path.insert(0, os.getcwd())
         try:
-            factory = getattr(importlib.import_module(module), function, None)
+            known = vars(importlib.import_module(module))
+            factory = known.get(function)
         except ModuleNotFoundError as problem:
             if problem.name is None or not f"{module}.".startswith(f"{problem.name}."):
                 raise  # one that the module imports
@@ -182,9 +184,10 @@ def made_by(name: str) -> Dataset | Loader:
         kind = type(factory).__name__.lower()
         raise ValueError(f"{function!r} in {module} is a {kind}. Name a function without arguments that returns it.")
     if not callable(factory):
-        raise ValueError(f"there is no function {function!r} in {module}")
+        names = [name for name, each in known.items() if inspect.isfunction(each) and not name.startswith("_")]
+        raise ValueError(f"there is no function {function!r} in {module}. There are: {', '.join(names) or 'none'}.")
     try:
-        signature(factory).bind()
+        inspect.signature(factory).bind()
     except TypeError as problem:
         raise ValueError(f"{function!r} in {module} must be a function without arguments: {problem}.") from None
     made = factory()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -41,6 +42,7 @@ from midepoch.storage.stores import Retry, Store
 
 DEFAULT_CACHE_BYTES = 4 << 30
 _log = logging.getLogger("midepoch")
+_KEY = re.compile(r"/([A-Za-z_]\w*)=[^/]*/")
 
 
 @hinted(habits.OPEN["from_files"])
@@ -102,7 +104,11 @@ def from_files(
         return found if delimiter is None else replace(found, format=with_code or found.format)
 
     request = Request(store, given, with_code, chosen, partitioning, on_error == "skip", find)
-    return opening.dataset(opening.index(request, validate=validate), store, chosen)
+    index = opening.index(request, validate=validate)
+    key = _KEY.search(index.files[0].path) if partitioning is None and index.files else None
+    if key is not None and key[1] not in index.schema.names and f"{key[1]}=" not in "".join(texts):
+        _log.warning("folders are named %s=…: partitioning='hive' makes it a column", key[1])
+    return opening.dataset(index, store, chosen)
 
 
 def cache_spec(cache_dir: PathLike | None, cache_bytes: int) -> CacheSpec:

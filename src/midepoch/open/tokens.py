@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from operator import index as as_int
 from typing import Any
+
+import numpy as np
 
 from midepoch._internal.hints import hinted
 from midepoch.dataset import Dataset, habits
@@ -21,6 +24,8 @@ from midepoch.sources.manifests import is_litdata, refuse_chunks
 from midepoch.storage.stores import Entry, Retry
 
 _PARALLEL = 16
+
+_log = logging.getLogger("midepoch")
 
 
 @hinted(habits.OPEN["from_tokens"])
@@ -81,7 +86,21 @@ def from_tokens(
             f"there are no rows in {store.name(index.files[0].path)}: no file has {sequence_length:,} tokens, the "
             "length of a sequence. Choose a smaller sequence_length, or check the path."
         )
-    return opening.dataset(index, store)
+    ds = opening.dataset(index, store)
+    if dtype is not None and store.local:
+        _check_dtype(ds)
+    return ds
+
+
+def _check_dtype(ds: Dataset) -> None:
+    """Log that the first tokens look like those of another type: each is two of them, or every second one is small."""
+    tokens = next(iter(ds.with_format("numpy")))["input_ids"][:1024]
+    wide = tokens.dtype.itemsize == 4
+    if len(tokens) < 16 or tokens.dtype.itemsize not in (2, 4):
+        return
+    if np.median(tokens) >= 1 << 20 if wide else tokens[1::2].max() < 8 <= tokens[::2].max():
+        other = "uint16" if wide else "uint32"
+        _log.warning("the first tokens are %s: is their type dtype=%r?", ", ".join(map(str, tokens[:6])), other)
 
 
 @hinted(habits.OPEN["from_megatron"])

@@ -330,6 +330,8 @@ def check_columns(wanted: Sequence[str], present: Sequence[str], what: str) -> N
             raise TypeError(f"{what} takes {kind}, got {wrong!r:.60}. There are: {', '.join(present)}.")
         hint = f"{nearest(missing[0], present, '{!r}')} There are: {', '.join(present)}.".lstrip()
         parts = [part for part in re.split(r"[,;\s]+", missing[0]) if part]
+        if missing[0][:1] == "-" and missing[0][1:] in present:
+            hint = f"For descending order: ds.sort({missing[0][1:]!r}, reverse=True)."
         if len(parts) > 1 and {*parts} <= {*present}:
             hint = f"Pass several as a list: {parts}."
         struct, _, inner = missing[0].partition(".")

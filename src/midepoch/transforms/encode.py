@@ -114,6 +114,11 @@ class Tokenize:
         if None in (texts := list(texts)):
             _note_nulls()
             texts = ["" if text is None else text for text in texts]
+        if texts and isinstance(texts[0], list) and texts[0] and isinstance(texts[0][0], Mapping):
+            raise MapError(
+                "a tokenizer takes text, but the column holds conversations. Use map(lambda row: "
+                "tokenizer.apply_chat_template(row['messages'], return_dict=True)) with a tokenizer of transformers."
+            )
         if texts and not isinstance(texts[0], str | list | tuple):
             raise MapError(f"a tokenizer takes text, but the column holds {type(texts[0]).__name__}: {texts[0]!r:.60}")
         backend = self._backend()

@@ -267,6 +267,8 @@ def _array(name: str, column: Any, kind: str, batch: Batch, allocate: Allocate |
         return _decoded(name, column, kind, batch)
     if not isinstance(column, pa.Array):
         values = _stack(column, kind, allocate)
+        if isinstance(values, list) and len(types := {type(value) for value in values if value is not None}) > 1:
+            _note_types(name, types)
     else:
         paths, times = batch.nullable.get(name, frozenset()), kind == "numpy"
         values = _checked(name, column, batch, lambda found: to_numpy(found, paths, owned=batch.owned, times=times))
@@ -285,6 +287,17 @@ def _note_shapes(name: str, *shapes: tuple[int, ...]) -> None:
             name,
             *map(list, shapes),
             name,
+        )
+
+
+def _note_types(name: str, types: set[type]) -> None:
+    """Log, once for each column, that its values are numbers and others, which do not make one array."""
+    if name not in _unlike and str in types and types & {int, float, bool}:
+        _unlike.add(name)
+        _log.warning(
+            "column %r has values of different types (%s): batches have a list of them. Return one type for every row.",
+            name,
+            ", ".join(sorted(each.__name__ for each in types)),
         )
 
 

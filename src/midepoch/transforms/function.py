@@ -222,6 +222,8 @@ def _remedy(problem: Exception, row: Any, batched: bool, columns: Sequence[str] 
         return f". It is called with the values of {', '.join(columns)}: omit input_columns for a function of the row."
     if batched and isinstance(problem, (TypeError, AttributeError)) and "'list'" in str(problem):
         return ". It is called with a list of each column: omit batched=True for a function of one row."
+    if isinstance(problem, (TypeError, AttributeError)) and "pyarrow.lib" in str(problem):
+        return ". After with_format('arrow') a function gets tables: use pyarrow.compute, or call with_format after it."
     if isinstance(problem, (TypeError, AttributeError)) and _EXTRA_FIRST.search(str(problem)):
         return ". The row is the first argument; its number or its generator is the second."
     if isinstance(problem, (TypeError, AttributeError)) and not batched and "NoneType" in str(problem):
