@@ -26,7 +26,7 @@ from transformers import PreTrainedTokenizerFast
 import midepoch
 from data import dataset_of, write_arrow
 from midepoch._internal.hints import NAMES
-from midepoch.audit import read_run
+from midepoch.audit import Ledger, read_run
 from midepoch.dataset import rows
 from midepoch.dataset.habits import ATTRIBUTES
 from midepoch.distributed.world import find_world
@@ -506,6 +506,9 @@ FIRST_WEEK: Wrong = [
     (lambda ds: midepoch.interleave_datasets([ds, ds], [1, 1], "all_exhausted"), "Name stopping_strategy="),
     (lambda ds: ds.shuffle(42, 1000), "There is no buffer.*window="),
     (lambda ds: saved(ds.loader(4)).save(ds.loader(4), 5), "passed by name: step=5"),
+    (lambda ds: ds.pack(8).tokenize(FAST), r"no column 'input_ids'.*ds\.tokenize\(tokenizer\)\.pack"),
+    (lambda ds: next(ds.filter(bool).loader(max_tokens=64)), "length=… names the column of tokens|length="),
+    (lambda ds: list(ds.map(FAST, batched=True)), r"ds\.tokenize\(tokenizer\), or input_columns='text'"),
     (lambda ds: ds.sort("-id"), r"descending order: ds\.sort\('id', reverse=True\)"),
     (lambda ds: ds.train_test_split(20, 42), "seed is passed by name: seed=42"),
     (lambda ds: ds.weighted("text", seed=1), r"expected numbers.*ds\.balanced\('text'\)"),
@@ -759,6 +762,31 @@ def test_what_is_easily_overlooked(ds: midepoch.Dataset, caplog: pytest.LogCaptu
     nulls = ds.map(lambda row: {"text": None if row["id"] == 3 else row["text"]})
     assert list(nulls.tokenize(words()))[3]["input_ids"] == []
     says("some texts are null, and are tokenized as empty ones")
+
+
+def test_loaders_that_do_not_know_of_each_other(ds: midepoch.Dataset, tmp_path: Path, caplog: Any) -> None:
+    shuffled = ds.shuffle(seed=1)
+    saved, before = shuffled.loader(4), ds.shuffle(seed=1)
+    loader = before.loader(4)
+    next(saved)
+    before.load_state_dict(saved.state_dict())
+    assert "a loader that was made before begins at its own position" in caplog.text and loader.position == 0
+    caplog.clear()
+    next(ds.loader(4, audit=tmp_path))
+    next(ds.loader(2, audit=tmp_path))
+    next(ds.take(7).loader(4, audit=Ledger(tmp_path, name="valid")))
+    assert "two loaders" not in caplog.text
+    next(ds.take(9).loader(4, audit=tmp_path))
+    assert "two loaders of different rows record in" in caplog.text
+
+
+def test_files_of_numbers_and_a_filter_by_several_values(tmp_path: Path) -> None:
+    np.save(tmp_path / "a.npy", np.ones((3, 4), np.float32))
+    with pytest.raises(midepoch.FormatError, match=r"from_dict.*numpy\.load"):
+        midepoch.from_files(tmp_path / "a.npy")
+    pq.write_table(pa.table({"label": ["a", "b"]}), tmp_path / "a.parquet")
+    with pytest.raises(midepoch.ColumnError, match="For several values, use .*'in', "):
+        midepoch.from_files(tmp_path / "a.parquet", filters=[("label", "==", ["a", "b"])])
 
 
 def test_values_that_are_not_what_they_seem(ds: midepoch.Dataset, tmp_path: Path, caplog: Any) -> None:

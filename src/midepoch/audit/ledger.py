@@ -108,6 +108,8 @@ def _last(known: list[tuple[int, str, Path]], shard: Shard, stream: str) -> list
     return [one for one in files.items() if one[0] not in named][:1]
 
 
+_streams: dict[Path, str] = {}
+"""The rows of the first loader that records in a folder, or "" once another one was noticed."""
 _births: dict[int, str] = {}
 
 
@@ -265,6 +267,7 @@ class Ledger:
         self.lanes = LaneRecorder(cursor.lanes, numbers, start(spec.node))
         try:
             journal, previous = self._opened(attempt, shard)
+            self._warn_of_another()
             self._warn_of(sum(steps for _, steps in previous), cursor, shard, load=load)
             number = next(_numbers)
             if sources and in_lanes and not load:
@@ -313,6 +316,17 @@ class Ledger:
         self._beside = self._how == "on" and before not in (None, self)
         if before is not None and before is not self:
             before._beside, before.due = True, 0.0  # if it continues with its own pass after this
+
+    def _warn_of_another(self) -> None:
+        """Log, once for each folder, that loaders of different rows record in it without names."""
+        first = _streams.setdefault(self.folder.absolute(), self._rows[0])
+        if first not in ("", self._rows[0]) and not self.name:
+            _streams[self.folder.absolute()] = ""
+            _log.warning(
+                "two loaders of different rows record in %s. Name them, so that the audit tells them apart: "
+                "audit=midepoch.audit.Ledger(folder, name='train').",
+                self.folder,
+            )
 
     def _warn_of(self, earlier: int, cursor: Cursor, shard: Shard, *, load: bool) -> None:
         """Log that a run begins from its first step beside ``earlier`` steps, which mostly is a forgotten state."""

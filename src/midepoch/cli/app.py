@@ -78,6 +78,8 @@ def _way_out(problem: Any) -> str:
         names = ", ".join(function.__name__ for functions in COMMANDS.values() for function in functions)
         return f" Did you mean {wanted}?" if wanted else "" if "Did you mean" in text else f" There are: {names}."
     elif text.startswith("Got unexpected extra argument"):
+        if re.search(r"\.ya?ml\)", text):
+            return ". A schedule needs the name of its option: --schedule FILE."
         return ". Other values need the name of an option, such as --checkpoint FOLDER or --step N: see --help."
     return ""
 

@@ -446,6 +446,12 @@ class Dataset(Resumable):
         positions.
         """
         self._iteration.load(state, allow)
+        loader = None if self._last_loader is None else self._last_loader()
+        if loader is not None and self.position and not loader.position:
+            _log.warning(
+                "the state was loaded into the dataset, and a loader that was made before begins at its own position. "
+                "Load the state into the loader."
+            )
         self._access = self._pass = None
 
     def check_state(self, state: Any) -> None:

@@ -32,7 +32,7 @@ from midepoch.transforms.columns import inside, types_by_name
 from midepoch.transforms.encode import NAME_COLUMNS, ClassCodes, OfItem, Tokenize, Transform, is_tokenizer
 from midepoch.transforms.formats import ITEM
 from midepoch.transforms.media import decoder_of
-from midepoch.transforms.packing import IGNORED, LABELS, PackSpec
+from midepoch.transforms.packing import IGNORED, LABELS, TOKENIZE_FIRST, PackSpec
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -415,7 +415,7 @@ def pack(
         schedule,
     )
     if self._columns is not None:
-        check_columns(list(spec.pads), self._columns, "pack")
+        check_columns(list(spec.pads), self._columns, "pack", TOKENIZE_FIRST)
         if labels and LABELS in self._columns:
             raise ValueError(
                 "pack(labels=True): the rows have a column 'labels' of their own. Pack it with "

@@ -119,7 +119,7 @@ def _without(batch: Batch) -> Batch:
 
 
 def _lengths(batch: Batch, spec: Buckets) -> Int64Array:
-    check_columns([spec.column], list(batch.columns), "max_tokens")
+    check_columns([spec.column], list(batch.columns), "max_tokens", "length=… names the column of tokens.")
     column: Any = batch.columns[spec.column]
     if spec.given:
         if isinstance(column, pa.Array) and column.null_count:

@@ -66,9 +66,10 @@ class Filter:
         except (pa.ArrowException, KeyError) as problem:
             columns = ", ".join(f"{field.name} ({field.type})" for field in table.schema)
             reason = str(problem).partition(" in ")[0] if "No match for" in str(problem) else str(problem)
+            several = " For several values, use ('label', 'in', ['a', 'b'])." if "list<item" in self.text else ""
             raise ColumnError(
-                f"the filter {self.text} cannot be used: {reason}. Compare a column with a value of its type, and a "
-                f"field of a struct as pyarrow.compute.field('a', 'b'). The columns are: {columns}."
+                f"the filter {self.text} cannot be used: {reason}.{several} Compare a column with a value of its type, "
+                f"and a field of a struct as pyarrow.compute.field('a', 'b'). The columns are: {columns}."
             ) from None
 
     def _passes(self, table: pa.Table) -> bool:

@@ -250,6 +250,10 @@ _NOT_READ = {
     ".array_record": ("ArrayRecord", "Call midepoch.from_map_style(source) with array_record's ArrayRecordDataSource"),
     ".vortex": ("Vortex", "Call midepoch.from_arrow(table) with the Arrow table that vortex reads"),
     **dict.fromkeys((".h5", ".hdf5"), ("HDF5", f"Read the rows with h5py, {_GENERATED}")),
+    ".npy": (
+        "NumPy",
+        "Call midepoch.from_dict({'x': numpy.load(path)}), or midepoch.from_tokens(path, length) for tokens",
+    ),
     ".npz": ("NumPy archive", "Call midepoch.from_dict(dict(numpy.load(path)))"),
     ".safetensors": ("safetensors", "Call midepoch.from_dict(safetensors.numpy.load_file(path))"),
     ".avro": ("Avro", "Call midepoch.from_pandas(polars.read_avro(path))"),

@@ -320,8 +320,8 @@ def _row_maker(count: int) -> Callable[..., list[Row]]:
     return made
 
 
-def check_columns(wanted: Sequence[str], present: Sequence[str], what: str) -> None:
-    """Raise ColumnError with the missing and the existing columns."""
+def check_columns(wanted: Sequence[str], present: Sequence[str], what: str, remedy: str = "") -> None:
+    """Raise ColumnError with the missing and the existing columns. ``remedy``: a sentence for what is often meant."""
     missing = [name for name in wanted if name not in present]
     if missing:
         wrong: Any = missing[0]
@@ -339,4 +339,4 @@ def check_columns(wanted: Sequence[str], present: Sequence[str], what: str) -> N
             hint = f"For a field of {struct!r}, use map(lambda row: {{{inner!r}: row[{struct!r}][{inner!r}]}}) first."
         elif not present:
             hint = "There are none that all sources have. Call rename_columns or map before the sources are combined."
-        raise ColumnError(f"{what}: no column {', '.join(map(repr, missing))}. {hint}")
+        raise ColumnError(f"{what}: no column {', '.join(map(repr, missing))}. {hint}{' ' * bool(remedy)}{remedy}")

@@ -222,6 +222,8 @@ def _remedy(problem: Exception, row: Any, batched: bool, columns: Sequence[str] 
         return f". It is called with the values of {', '.join(columns)}: omit input_columns for a function of the row."
     if batched and isinstance(problem, (TypeError, AttributeError)) and "'list'" in str(problem):
         return ". It is called with a list of each column: omit batched=True for a function of one row."
+    if "text input must be" in str(problem) or "TextEncodeInput must be" in str(problem):
+        return ". A tokenizer takes texts, and a row is a dict: use ds.tokenize(tokenizer), or input_columns='text'."
     if isinstance(problem, (TypeError, AttributeError)) and "pyarrow.lib" in str(problem):
         return ". After with_format('arrow') a function gets tables: use pyarrow.compute, or call with_format after it."
     if isinstance(problem, (TypeError, AttributeError)) and _EXTRA_FIRST.search(str(problem)):

@@ -35,6 +35,7 @@ Int64Array = npt.NDArray[np.int64]
 Values = npt.NDArray[Any]
 _EMPTY = np.zeros(0, np.int64)
 STRATEGIES = ("concat", "best_fit")
+TOKENIZE_FIRST = "Tokenize first, ds.tokenize(tokenizer).pack(…), or pass the name of the column of tokens."
 LABELS, IGNORED = "labels", -100
 """The column for the loss, and the value that torch's cross entropy and the models of transformers leave out."""
 _ADVICE = "Map it to one type, or pass pack(…, dtype=…)."
@@ -217,7 +218,7 @@ class Documents:
     @staticmethod
     def of(columns: Mapping[str, Any], spec: PackSpec, rows: Int64Array) -> Documents:
         """Return the documents of a batch, one per row. Null and empty documents have no tokens."""
-        check_columns(list(spec.pads), list(columns), "pack")
+        check_columns(list(spec.pads), list(columns), "pack", TOKENIZE_FIRST)
         found = {}
         for name, pad in spec.pads.items():
             lists = NumberLists.of(name, columns[name], rows, _ADVICE, spec.dtype if name == spec.column else None)
