@@ -25,9 +25,8 @@ from transformers import PreTrainedTokenizerFast
 
 import midepoch
 from data import dataset_of, write_arrow
-from midepoch._internal.hints import NAMES
+from midepoch._internal.hints import NAMES, warn_once
 from midepoch.audit import Ledger, read_run
-from midepoch.dataset import rows
 from midepoch.dataset.habits import ATTRIBUTES
 from midepoch.distributed.world import find_world
 from midepoch.testing import assert_resumes_exactly
@@ -504,7 +503,7 @@ FIRST_WEEK: Wrong = [
     (lambda ds: midepoch.mix([ds, ds], [1, 1], "all"), r"mix\(sources, stop='all'\)"),
     (lambda ds: midepoch.mix([ds, ds], "never"), r"mix\(sources, stop='never'\)"),
     (lambda ds: midepoch.interleave_datasets([ds, ds], [1, 1], "all_exhausted"), "Name stopping_strategy="),
-    (lambda ds: ds.shuffle(42, 1000), "There is no buffer.*window="),
+    (lambda ds: ds.shuffle(42, 1000), "There is no buffer size.*window="),
     (lambda ds: saved(ds.loader(4)).save(ds.loader(4), 5), "passed by name: step=5"),
     (lambda ds: ds.pack(8).tokenize(FAST), r"no column 'input_ids'.*ds\.tokenize\(tokenizer\)\.pack"),
     (lambda ds: next(ds.filter(bool).loader(max_tokens=64)), "length=… names the column of tokens|length="),
@@ -710,6 +709,7 @@ def test_one_row_of_columns_and_a_file_given_twice(tmp_path: Path, caplog: pytes
         ('{"id": 1, "ids": [1, 2]}', ""),
     ):
         (tmp_path / "a.json").write_text(text)
+        warn_once.cache_clear()
         caplog.clear()
         assert len(midepoch.from_files(tmp_path / "a.json")) == 1
         assert re.search(says, caplog.text) if says else caplog.text == ""
@@ -736,8 +736,6 @@ def test_a_worker_that_asks_torch_where_it_is(ds: midepoch.Dataset) -> None:
 def test_arguments_of_functions_the_other_way_around(ds: midepoch.Dataset) -> None:
     with pytest.raises(midepoch.MapError, match="not subscriptable. The row is the first argument; its number"):
         list(ds.map(lambda i, row: {"n": row["id"] + i}, with_indices=True))
-    with pytest.raises(midepoch.MapError, match="worker_init_fn failed.*It is called with the number of the worker"):
-        next(ds.loader(4, num_workers=1, worker_init_fn=lambda: None))  # type: ignore[misc,arg-type]
 
 
 def test_what_is_easily_overlooked(ds: midepoch.Dataset, caplog: pytest.LogCaptureFixture) -> None:
@@ -780,6 +778,14 @@ def test_loaders_that_do_not_know_of_each_other(ds: midepoch.Dataset, tmp_path: 
     assert "two loaders of different rows record in" in caplog.text
 
 
+def test_the_answer_about_functions_of_workers_is_that_of_all_workers(ds: midepoch.Dataset) -> None:
+    for made in (ds, ds.filter(lambda row: True)):
+        with pytest.raises(
+            midepoch.MapError, match="worker_init_fn failed.*It is called with the number of the worker"
+        ):
+            next(made.loader(4, num_workers=1, worker_init_fn=lambda: None))  # type: ignore[misc,arg-type]
+
+
 def test_files_of_numbers_and_a_filter_by_several_values(tmp_path: Path) -> None:
     np.save(tmp_path / "a.npy", np.ones((3, 4), np.float32))
     with pytest.raises(midepoch.FormatError, match=r"from_dict.*numpy\.load"):
@@ -815,17 +821,44 @@ def test_values_that_are_not_what_they_seem(ds: midepoch.Dataset, tmp_path: Path
         says(f"is their type dtype='{dtype}'?")
 
 
+def test_answers_are_given_only_where_they_apply(
+    ds: midepoch.Dataset, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of these would be answered by the name of another mistake, or by an error of the answer itself."""
+    assert list(ds.loader(10, collate_fn=lambda rows: ["id", [1]])) == [["id", [1]]] * 2
+    assert next(ds.loader(10, collate_fn=lambda rows: [row["text"] for row in rows]))[0] == "t 0"
+    with pytest.raises(midepoch.MapError, match="column holds ndarray"):
+        list(ds.map(lambda row: {"text": np.zeros(3)}).tokenize(words()))
+    for made in (
+        ds.map(lambda row: {"n": row["id"]["x"]}),  # of its own, without an index
+        ds.map(lambda row: {"n": pa.array([1]) + "a"}),  # of its own, without Arrow
+        ds.map(lambda row: {"text": [1, 2]}).tokenize(words()),
+    ):
+        with pytest.raises(midepoch.MapError) as caught:
+            list(made)
+        assert not re.search("first argument|with_format|a row is a dict", str(caught.value)), caught.value
+    for number in range(3):
+        (tmp_path / f"{number}.json").write_text('{"messages": [{"role": "user"}, {"role": "assistant"}]}')
+    (tmp_path / "lang=de").mkdir()
+    shutil.copy(tmp_path / "0.json", tmp_path / "lang=de" / "0.json")
+    caplog.clear()
+    midepoch.from_files(tmp_path / "*.json")
+    assert caplog.text.count("is one JSON object") == 1  # not of each
+    monkeypatch.chdir(tmp_path / "lang=de")
+    midepoch.from_files("0.json")
+    assert "partitioning" not in caplog.text  # the folder around it is nobody's column
+
+
 def test_rows_that_are_chosen_after_a_shuffle(ds: midepoch.Dataset, caplog: pytest.LogCaptureFixture) -> None:
-    rows._log_order.cache_clear()
+    warn_once.cache_clear()
     ds.take(3).shuffle(seed=1)
     ds.select([1, 2]).shuffle(seed=1)
     ds.shuffle(seed=1).filter(len).take(3)
     ds.shuffle(seed=1).train_test_split(0.1)
     assert caplog.text == ""
     assert len(ds.shuffle(seed=1).take(3)) == len(ds.shuffle(seed=1).slice(0, 3)) == 3
-    assert caplog.text.count("slice() after shuffle() chooses rows in the order of the data") == 1
     ds.shuffle(seed=1).select(range(3))
-    assert "select() after shuffle()" in caplog.text
+    assert caplog.text.count("after shuffle() choose rows in the order of the data") == 1
 
 
 def test_values_of_different_shapes_in_a_batch(ds: midepoch.Dataset, caplog: pytest.LogCaptureFixture) -> None:
@@ -841,7 +874,7 @@ def test_values_of_different_shapes_in_a_batch(ds: midepoch.Dataset, caplog: pyt
 
 def test_a_run_that_begins_again_beside_its_ledger(python: str, tmp_path: Path) -> None:
     job = (
-        "import midepoch, sys; loader = midepoch.from_dict({'x': range(20)}).loader(2, audit=sys.argv[1]);"
+        "import midepoch, sys; loader = midepoch.from_dict({'x': range(20)}).shuffle(seed=1).loader(2, audit=sys.argv[1]);"
         "[next(loader) for _ in range(3)]"
     )
     said = [

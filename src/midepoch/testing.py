@@ -46,8 +46,6 @@ def assert_resumes_exactly(
         raise TypeError(f"assert_resumes_exactly takes a function, as in lambda: ds.loader(8), got {make!r:.60}")
     if callable(resume_with):
         raise TypeError("resume_with takes a list of functions, as in [lambda: ds.loader(8, num_workers=2)]")
-    if steps is None:
-        _refuse_endless(make())
     cuts, items = _uninterrupted(make, integer(epochs, "epochs", 1))
     wanted = range(len(cuts)) if steps is None else [step for step in steps if step < len(cuts)]
     checked = 0
@@ -87,6 +85,7 @@ def _uninterrupted(make: Make, epochs: int) -> tuple[list[tuple[int, Any, bool]]
     source = make()
     if not hasattr(source, "state_dict"):
         raise TypeError(f"the function must return a loader or dataset, as in lambda: ds.loader(8), got {source!r:.60}")
+    _refuse_endless(source)
     cuts: list[tuple[int, Any, bool]] = [(0, _through_json(source.state_dict()), False)]
     items: list[Any] = []
     for epoch in range(epochs + 1):

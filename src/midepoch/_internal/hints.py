@@ -8,9 +8,12 @@ from __future__ import annotations
 import difflib
 import functools
 import inspect
+import logging
 import textwrap
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, TypeVar
+
+_log = logging.getLogger("midepoch")
 
 F = TypeVar("F", bound=Callable[..., Any])
 C = TypeVar("C", bound=type)
@@ -20,6 +23,12 @@ Hints = Mapping[str, str]
 
 ``*``: any other name. ``too many``: more arguments by position than there are.
 """
+
+
+@functools.cache
+def warn_once(text: str, *args: str) -> None:
+    """Log a warning, once in a process for the same words."""
+    _log.warning(text, *args)
 
 
 def hinted(hints: Hints | None = None, name: str | None = None) -> Callable[[F], F]:

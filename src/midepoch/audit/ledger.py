@@ -267,8 +267,9 @@ class Ledger:
         self.lanes = LaneRecorder(cursor.lanes, numbers, start(spec.node))
         try:
             journal, previous = self._opened(attempt, shard)
-            self._warn_of_another()
-            self._warn_of(sum(steps for _, steps in previous), cursor, shard, load=load)
+            self._note_another_loader()
+            if self._how == "fresh" and spec.node.shuffled and not (load or cursor.steps or shard.index):
+                self._note_forgotten_state(sum(steps for _, steps in previous))
             number = next(_numbers)
             if sources and in_lanes and not load:
                 self.documents.begin(journal.path, number)
@@ -317,7 +318,7 @@ class Ledger:
         if before is not None and before is not self:
             before._beside, before.due = True, 0.0  # if it continues with its own pass after this
 
-    def _warn_of_another(self) -> None:
+    def _note_another_loader(self) -> None:
         """Log, once for each folder, that loaders of different rows record in it without names."""
         first = _streams.setdefault(self.folder.absolute(), self._rows[0])
         if first not in ("", self._rows[0]) and not self.name:
@@ -328,9 +329,9 @@ class Ledger:
                 self.folder,
             )
 
-    def _warn_of(self, earlier: int, cursor: Cursor, shard: Shard, *, load: bool) -> None:
-        """Log that a run begins from its first step beside ``earlier`` steps, which mostly is a forgotten state."""
-        if earlier and self._how == "fresh" and not (load or cursor.steps or shard.index):
+    def _note_forgotten_state(self, earlier: int) -> None:
+        """Log that training begins at its first step, beside ``earlier`` steps of another process, if there are any."""
+        if earlier:
             _log.warning(
                 "the ledger in %s has %s steps of an earlier start, and this one begins at step 0, without a state. To "
                 "resume, load its checkpoint first. For another run, pass another folder.",

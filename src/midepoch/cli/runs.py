@@ -195,7 +195,8 @@ def _list(records: list[Any], shown: list[dict[str, Any]], names: list[str], wha
     else:
         from midepoch.storage.cache_files import default_index_dir
 
-        folders = rf" ({re.escape(os.getcwd())}|{re.escape(str(default_index_dir()))}/memory/\w+)/"
+        folders = "|".join(map(re.escape, (os.getcwd(), str(default_index_dir() / "memory" / "DIGEST"))))
+        folders = rf" ({folders})[\\/]".replace("DIGEST", r"\w+")
         rows = [
             {**{name: one[name] for name in names}, "where it is": re.sub(folders, " ", one["place"])} for one in shown
         ]

@@ -74,7 +74,7 @@ def _json(path: Path) -> Any:
             "json.dump(torch.load(path)[…], open('state.json', 'w'))."
         )
     try:
-        return json.loads(content)
+        return json.loads(content.decode())
     except ValueError as problem:
         raise StateError(
             f"{path} is not JSON: {problem}. Pass a state as a JSON file, or a folder of checkpoints."

@@ -427,7 +427,7 @@ class Dataset(Resumable):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state after the last row delivered: flat, small and JSON-able."""
-        loader = None if self._last_loader is None else self._last_loader()
+        loader = self._loader_beside()
         if loader is not None and loader.position and not self.position:
             self._last_loader = None  # once
             _log.warning(
@@ -446,13 +446,17 @@ class Dataset(Resumable):
         positions.
         """
         self._iteration.load(state, allow)
-        loader = None if self._last_loader is None else self._last_loader()
+        loader = self._loader_beside()
         if loader is not None and self.position and not loader.position:
             _log.warning(
                 "the state was loaded into the dataset, and a loader that was made before begins at its own position. "
                 "Load the state into the loader."
             )
         self._access = self._pass = None
+
+    def _loader_beside(self) -> Loader | None:
+        """Return the last loader of this dataset, if it is still used: it has a cursor of its own."""
+        return None if self._last_loader is None else self._last_loader()
 
     def check_state(self, state: Any) -> None:
         """Raise the error that ``load_state_dict`` would raise for a state that does not fit. Change nothing."""

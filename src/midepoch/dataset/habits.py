@@ -147,7 +147,7 @@ METHODS: dict[str, dict[str, str]] = {
 _FROZEN = "Datasets do not change in place: ds = ds.{}(…)."
 _WRITE = "Nothing is converted or written here. Write the rows as you iterate, or keep results with cache()."
 
-_EPOCHS = "A loader has any number of epochs: for epoch in range(3): for batch in loader. Each has another order."
+_EPOCHS = "A loader has any number of epochs: for epoch in range(3): for batch in loader."
 _NEW_COLUMN = "Use ds.map(lambda row: {'new': …})."
 _INDICES = "Use ds.map(function, with_indices=True)."
 _NOT_YET = "Steps run while rows are read, and nothing has to be started: iterate ds, or ds.loader(batch_size)."
@@ -380,7 +380,7 @@ OPEN = {
         **dict.fromkeys(("dtype", "schema", "features"), "Use from_files(…).cast({'label': 'int32'})."),
         "engine": "There is one reader for each format: omit it.",
         "lines": "JSON lines and arrays of objects are recognized: omit it.",
-        "recursive": "Folders are searched with all that is in them: omit it.",
+        "recursive": "Folders are searched at any depth: omit it.",
         "seed": "Use from_files(…).shuffle(seed=…).",
         "num_workers": "Files are indexed by threads; loaders have workers: .loader(batch_size, num_workers=…).",
     },

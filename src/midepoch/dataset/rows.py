@@ -5,13 +5,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from functools import cache
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from midepoch._internal.hints import warn_once
 from midepoch._internal.progress import shown
 from midepoch._internal.values import integer
 from midepoch.dataset.reading import column_values, in_order, strata
@@ -40,8 +40,8 @@ def slice(  # noqa: A001  (the name of the method)
     Bounds may be percentages: ``ds.slice(None, "80%")`` and ``ds.slice("80%")`` are two parts of a dataset. Slice
     before steps that change the number of rows.
     """
-    _note_order(self, "slice")
     chosen = selection_of(self, "slice")
+    _note_order(self)
     if step is not None and (not hasattr(step, "__index__") or step == 0):
         raise ValueError(f"slice(step=…) takes an integer that is not 0, got {step!r:.60}. Omit it for all rows.")
     first, last = (bound_of(bound, len(chosen)) for bound in (start, stop))
@@ -79,23 +79,19 @@ def _sliced(self: D, start: int, stop: int | None) -> D:
 
 def select(self: D, indices: Iterable[int]) -> D:
     """Keep the rows with these numbers, in this order, before any shuffle."""
-    _note_order(self, "select")
-    return with_selection(self, selection_of(self, "select").select(indices))
+    chosen = selection_of(self, "select")
+    _note_order(self)
+    return with_selection(self, chosen.select(indices))
 
 
-def _note_order(ds: Dataset, method: str) -> None:
-    """Log, once in a process, that a shuffle before it does not choose the rows."""
-    if any(isinstance(leaf.order.shuffle, Shuffle) for leaf in ds.pipeline.node.leaves[:1]):
-        _log_order(method)
-
-
-@cache
-def _log_order(method: str) -> None:
-    _log.warning(
-        "%s() after shuffle() chooses rows in the order of the data, and these are shuffled. For rows at random, use "
-        "ds.train_test_split(test_size=100, seed=0)['test']. To choose the first ones, call it before shuffle().",
-        method,
-    )
+def _note_order(ds: Dataset) -> None:
+    """Log that a shuffle does not choose the rows that a step after it keeps."""
+    if isinstance(ds.pipeline.base.order.shuffle, Shuffle):
+        warn_once(
+            "select, slice, take and skip after shuffle() choose rows in the order of the data, and these are "
+            "shuffled. For rows at random, use ds.train_test_split(test_size=100, seed=0)['test']. For the first "
+            "ones, call them before shuffle()."
+        )
 
 
 def train_test_split(

@@ -5,12 +5,12 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Mapping
-from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from midepoch._internal.hints import warn_once
 from midepoch.errors import MapError
 from midepoch.loader.options import PADDING, Options
 from midepoch.loader.provenance import PACKED, DocumentIds, RowsAhead, check_names, with_columns
@@ -183,30 +183,19 @@ def collated(batch: Batch, kind: str, options: Options, generators: Generators, 
         raise MapError(
             f"collate_fn failed on a batch of {len(batch)} rows{where}: {type(problem).__name__}: {problem}{hint}"
         ) from problem
+    name = getattr(function, "__qualname__", type(function).__qualname__)
     if value is None:
-        _note_none(getattr(function, "__qualname__", type(function).__qualname__))
-    elif type(value) in (list, tuple) and type(value[0] if value else None) is str and {*value} <= {*batch.columns}:
-        _note_names(getattr(function, "__qualname__", type(function).__qualname__))
+        warn_once("collate_fn %s returned None, so that is the batch. Return the batch.", name)
+    elif type(value) in (list, tuple) and value and all(type(one) is str and one in batch.columns for one in value):
+        warn_once("collate_fn %s returned names of columns. A row is a dict: row['text'], not a tuple.", name)
     return value if options.context is None or options.collate_columns else _split(value, options)
 
 
 _OF_ROWS = (TypeError, KeyError, IndexError, AttributeError)
 _UNLIKE = re.compile(
-    "equal size|expected sequence of length|too many dimensions|create tensor|text input must be|encoding"
+    "equal size|expected sequence of length|too many dimensions|create tensor|text input must be|supply an encoding"
 )
 """Messages of torch and transformers about rows that do not make one tensor."""
-
-
-@cache
-def _note_none(name: str) -> None:
-    """Log, once for each function, that batches are None, which mostly is a forgotten ``return``."""
-    _log.warning("collate_fn %s returned None, so that is the batch. Return the batch.", name)
-
-
-@cache
-def _note_names(name: str) -> None:
-    """Log, once for each function, that a batch has the names of columns: what unpacking a dict gives."""
-    _log.warning("collate_fn %s returned names of columns. A row is a dict: row['text'], not a tuple.", name)
 
 
 def _split(value: Any, options: Options) -> Any:

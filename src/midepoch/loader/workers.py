@@ -170,6 +170,19 @@ class BundlePool:
         asked.clear()
 
 
+def _initialize(function: Callable[[int], Any] | None, number: int) -> None:
+    """Call ``worker_init_fn``. What fails as functions for torch's workers do gets a hint."""
+    if function is None:
+        return
+    try:
+        function(number)
+    except (AttributeError, TypeError) as problem:
+        raise MapError(
+            f"worker_init_fn failed: {type(problem).__name__}: {problem}. It is called with the number of the worker, "
+            "and torch's get_worker_info() is None here."
+        ) from problem
+
+
 @dataclass(frozen=True)
 class _BundleJob:
     leaves: tuple[Leaf, ...]
@@ -209,9 +222,8 @@ class _BundleWorker:
 
     def _make(self, bundle: Bundle) -> MadeRows:
         leaf = self._leaves[bundle.leaf]
-        if self._init is not None:
-            self._init(self._link.number)
-            self._init = None
+        _initialize(self._init, self._link.number)
+        self._init = None
         if bundle.leaf not in self._engines:
             self._engines[bundle.leaf] = Engine(leaf, shared=True, timings=self._timings, drawing=self._drawing)
         return make_good(self._engines[bundle.leaf], bundle)
@@ -348,7 +360,7 @@ class _BatchWorker:
             run, plan, self._plan = self._run, self._plan, None
             try:
                 if maker is None:
-                    self._init()
+                    _initialize(self._options.worker_init_fn, self._link.number)
                     maker = BatchMaker(self._leaf, self._options, drawing=self._drawing)
                     self._reports = TimingReports(maker.timings)
                 self._make(run, plan, maker)
@@ -356,17 +368,6 @@ class _BatchWorker:
                 raise
             except BaseException as problem:
                 self._link.send((run, None, report(problem, self._link.number)), None)
-
-    def _init(self) -> None:
-        if self._options.worker_init_fn is None:
-            return
-        try:
-            self._options.worker_init_fn(self._link.number)
-        except (AttributeError, TypeError) as problem:  # of what torch's get_worker_info() returns in its own workers
-            raise MapError(
-                f"worker_init_fn failed: {type(problem).__name__}: {problem}. It is called with the number of the "
-                "worker, and torch's get_worker_info() is None here."
-            ) from problem
 
     def _make(self, run: int, plan: StepPlan, maker: BatchMaker) -> None:
         for chunk in maker.read(plan, self._link.number, self._options.num_workers):

@@ -42,7 +42,7 @@ from midepoch.storage.stores import Retry, Store
 
 DEFAULT_CACHE_BYTES = 4 << 30
 _log = logging.getLogger("midepoch")
-_KEY = re.compile(r"/([A-Za-z_]\w*)=[^/]*/")
+_KEY = re.compile(r"/([A-Za-z_]\w*)=[^/]*(?=/)")
 
 
 @hinted(habits.OPEN["from_files"])
@@ -105,9 +105,10 @@ def from_files(
 
     request = Request(store, given, with_code, chosen, partitioning, on_error == "skip", find)
     index = opening.index(request, validate=validate)
-    key = _KEY.search(index.files[0].path) if partitioning is None and index.files else None
-    if key is not None and key[1] not in index.schema.names and f"{key[1]}=" not in "".join(texts):
-        _log.warning("folders are named %s=…: partitioning='hive' makes it a column", key[1])
+    if partitioning is None and index.files:
+        known = [*index.schema.names, *_KEY.findall("".join(f"{path}/" for path in given))]
+        if keys := [key for key in _KEY.findall(index.files[0].path) if key not in known]:
+            _log.warning("folders are named %s=…: partitioning='hive' makes it a column", keys[0])
     return opening.dataset(index, store, chosen)
 
 

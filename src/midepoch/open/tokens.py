@@ -23,9 +23,8 @@ from midepoch.sources.listing import Lookups
 from midepoch.sources.manifests import is_litdata, refuse_chunks
 from midepoch.storage.stores import Entry, Retry
 
-_PARALLEL = 16
-
 _log = logging.getLogger("midepoch")
+_PARALLEL = 16
 
 
 @hinted(habits.OPEN["from_tokens"])

@@ -32,10 +32,11 @@ class Shuffle:
     def __post_init__(self) -> None:
         object.__setattr__(self, "seed", check_seed(self.seed))
         if self.scope not in SCOPES:
-            remedy = ". There is no buffer: all rows are shuffled, or those of window=… blocks" * isinstance(
-                self.scope, int
+            scopes = ", ".join(map(repr, SCOPES))
+            raise ValueError(
+                f"scope must be one of {scopes}, got {self.scope!r}. There is no buffer size: all rows are shuffled, "
+                "or those of window=… blocks."
             )
-            raise ValueError(f"scope must be one of {', '.join(map(repr, SCOPES))}, got {self.scope!r}{remedy}")
         if isinstance(self.window, bool) or not isinstance(self.window, int) or self.window < 1:
             raise ValueError(f"window must be a number of blocks of at least 1, got {self.window!r}")
 

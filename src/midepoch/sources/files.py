@@ -36,6 +36,7 @@ from midepoch.sources.names import (
     translated,
     warn_of_splits,
 )
+from midepoch.sources.splits import DICT, STATE
 from midepoch.storage.address import refuse_lost_slash
 from midepoch.storage.addresses import check_utf8, resolve
 from midepoch.storage.hub_files import HubFiles
@@ -43,7 +44,6 @@ from midepoch.storage.stores import Entry, Store
 
 PathLike = str | os.PathLike[str]
 _log = logging.getLogger("midepoch")
-_OF_SAVE_TO_DISK = ("dataset_dict.json", "state.json")
 _FEW = 16
 """Maximum number of paths that are requested one by one. For more, their folders are listed."""
 
@@ -103,7 +103,7 @@ def find_files(texts: Sequence[str], paths: Sequence[str], wanted: str | None, l
     if wanted == "litdata" and kinds == {"parquet"}:  # its ParquetLoader
         wanted = None
     twice = [path for path, count in Counter(entry.path for entry in entries).items() if count > 1]
-    if twice:
+    if twice and len(texts) > 1:
         _log.warning("%s is given more than once, and its rows are in the dataset as often", store.name(twice[0]))
     chosen = wanted or (kinds.pop() if len(kinds) == 1 else None) or _common_format(store, entries)
     warned = any(each.warned for each in found)
@@ -205,8 +205,7 @@ def _expanded(lookups: Lookups, path: str, given: str, wanted: str | None) -> Ex
         if wanted in OF_TOKENS:  # without files written beside them, unless no name matches
             found = [each for each in found if format_of(each.path, wanted)] or found
         if not found:
-            remedy = "Folders are separated by /, not by backslashes." if "\\" in given else nearest(store, base)
-            raise DataNotFoundError(f"no file matches {name!r}{where}. {remedy}")
+            raise DataNotFoundError(f"no file matches {name!r}{where}. {_mistyped(given) or nearest(store, base)}")
         found.sort(key=itemgetter(0))
         described = [manifest for each in found if (manifest := manifests.of_file(store, each, wanted)) is not None]
         if described:  # manifests, which name the other files
@@ -218,11 +217,8 @@ def _expanded(lookups: Lookups, path: str, given: str, wanted: str | None) -> Ex
         if entry is None:
             parts = [part.strip() for part in given.split(",")]
             several = store.local and len(parts) > 1 and all(map(os.path.exists, parts))
-            remedy = f"Pass the {len(parts)} paths as a list: {parts}." if several else nearest(store, path)
-            if "\\" in given:
-                remedy = f"Folders are separated by /: {given.replace(chr(92), '/')!r}, and not by backslashes."
-            elif "$" in given or re.search(r"\{\w*\}", given):
-                remedy = "Variables are not filled in: use os.path.expandvars(path), or f'{folder}/a.parquet'."
+            remedy = f"Pass the {len(parts)} paths as a list: {parts}." if several else _mistyped(given)
+            remedy = remedy or nearest(store, path)
             raise DataNotFoundError(f"{name!r} does not exist{where}. {remedy}")
         return Expanded("", [entry])
     lookups.refuse_part(path.rstrip("/"))
@@ -283,14 +279,23 @@ def _all_of(lookups: Lookups, paths: list[str], given: str, wanted: str | None) 
     )
 
 
+def _mistyped(path: str) -> str:
+    """Return the sentence about a path with signs that are not replaced here, or ""."""
+    if "\\" in path and os.sep == "/":
+        return f"Folders are separated by /: {path.replace(chr(92), '/')!r}, and not by backslashes."
+    if "$" in path or re.search(r"\{\w*\}", path):
+        return "Variables are not filled in: use os.path.expandvars(path), or f'{folder}/a.parquet'."
+    return ""
+
+
 def _common_format(store: Store, entries: list[Entry]) -> str:
     """Return the format that the names of all files indicate, else the first bytes of the first file."""
     named = _formats_of(entries)
     if len(named) > 1 and any(kind in KINDS for kind in named):
         named = _formats_of([entry for entry in entries if not is_metadata(entry.path)])
     if len(named) > 1:
-        saved = next((entry.path for entry in entries if posixpath.basename(entry.path) in _OF_SAVE_TO_DISK), None)
-        if saved is not None:
+        saved = next((entry.path for entry in entries if posixpath.basename(entry.path) in (DICT, STATE)), None)
+        if saved is not None and "arrow" in named:
             folder = store.name(posixpath.dirname(saved))
             raise FormatError(f"{folder} was written by save_to_disk. Call midepoch.load_from_disk({folder!r}).")
         listed = ", ".join(f"{kind} ({store.name(path)})" for kind, path in named.items())

@@ -167,33 +167,33 @@ def check_splits(parts: Sequence[SplitPart], splits: Mapping[str, object] | Sequ
             raise DataNotFoundError(f"there is no split {part.split!r} in {where}. There are: {', '.join(splits)}.")
 
 
-_DICT, _STATE = "dataset_dict.json", "state.json"
+DICT, STATE = "dataset_dict.json", "state.json"
 
 
 def saved_splits(path: Path) -> dict[str, list[Path]] | None:
     """Return the Arrow files by split of a folder with a dataset dict, or None for a folder with a single dataset."""
     if not path.exists():
         raise DataNotFoundError(f"{str(path)!r} does not exist.")
-    if (path / _STATE).is_file():
+    if (path / STATE).is_file():
         return None
-    if not (path / _DICT).is_file():
+    if not (path / DICT).is_file():
         raise DataNotFoundError(
-            f"{path} was not written by save_to_disk: it has neither {_STATE} nor {_DICT}. "
+            f"{path} was not written by save_to_disk: it has neither {STATE} nor {DICT}. "
             "For files of other programs (Parquet, Arrow, JSON, CSV) use midepoch.from_files."
         )
-    names = _read_json(path / _DICT).get("splits", [])
+    names = _read_json(path / DICT).get("splits", [])
     return {str(name): saved_files(path / str(name)) for name in names}
 
 
 def saved_files(path: Path) -> list[Path]:
     """Return the Arrow files of a folder with a single dataset, in order."""
-    state = _read_json(path / _STATE)
+    state = _read_json(path / STATE)
     if state.get("_indices_data_files") or state.get("_indices_files"):
         raise FormatError(f"{path} was saved with an indices mapping. Load it with datasets and save it again.")
     try:
         files = [path / entry["filename"] for entry in state["_data_files"]]
     except (KeyError, TypeError):
-        raise FormatError(f"{path / _STATE} does not list the data files.") from None
+        raise FormatError(f"{path / STATE} does not list the data files.") from None
     missing = [str(file) for file in files if not file.is_file()]
     if missing:
         raise DataNotFoundError(

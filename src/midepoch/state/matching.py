@@ -86,13 +86,12 @@ class Matched:
     def _pipeline(self, spec: Node, base: Leaf, saved: Mapping[str, Any], where: str) -> Node:
         base = taken_over(base, {**DEFAULTS, **saved}, self._allow)
         here = describe(replace(spec, base=base))
-        others = saved.get("data") != here["data"] and saved.get("rows") != here.get("rows")
-        others = others and not _other_snapshot(str(saved.get("data")), str(here["data"]))
-        if others and not {"data", "rows"} & {*self._allow}:
+        differs = all(saved.get(name) != here.get(name) and name not in self._allow for name in ("data", "rows"))
+        if differs and not _other_snapshot(str(saved.get("data")), str(here["data"])):
             raise CheckpointMismatchError(
                 f"{where}data",
-                f"{saved.get('rows'):,} rows",
-                f"{here.get('rows'):,} rows",
+                f"{saved.get('rows')} rows",
+                f"{here.get('rows')} rows",
                 "files were added or removed since it was saved, or it is the state of another loader; of "
                 "from_map_style: the length has changed. Open the same files, as a list of paths; new ones can be "
                 "another source of a mix",

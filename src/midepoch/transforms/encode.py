@@ -5,17 +5,17 @@
 from __future__ import annotations
 
 import inspect
-import logging
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import cache, cached_property
+from functools import cached_property
 from itertools import chain
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
+from midepoch._internal.hints import warn_once
 from midepoch.errors import MapError
 from midepoch.transforms.arrow_values import as_arrow
 from midepoch.transforms.batch import Batch
@@ -111,8 +111,11 @@ class Tokenize:
         return hasattr(self.tokenizer, "encode_batch") and getattr(self.tokenizer, "padding", None) is not None
 
     def __call__(self, texts: Any) -> dict[str, Any]:
-        if None in (texts := list(texts)):
-            _note_nulls()
+        texts = list(texts)
+        if any(text is None for text in texts):
+            warn_once(
+                "tokenize: some texts are null, and are tokenized as empty ones. To leave them out, filter before."
+            )
             texts = ["" if text is None else text for text in texts]
         if texts and isinstance(texts[0], list) and texts[0] and isinstance(texts[0][0], Mapping):
             raise MapError(
@@ -137,15 +140,6 @@ class Tokenize:
         backend = getattr(self.tokenizer, "backend_tokenizer", None)
         plain = backend is not None and not self.options and backend.truncation is None and backend.padding is None
         return backend if plain else None
-
-
-_log = logging.getLogger("midepoch")
-
-
-@cache
-def _note_nulls() -> None:
-    """Log, once in a process, that null is tokenized as the empty text."""
-    _log.warning("tokenize: some texts are null, and are tokenized as empty ones. Leave them out with filter() before.")
 
 
 def is_tokenizer(given: Any) -> bool:

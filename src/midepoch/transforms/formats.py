@@ -267,38 +267,38 @@ def _array(name: str, column: Any, kind: str, batch: Batch, allocate: Allocate |
         return _decoded(name, column, kind, batch)
     if not isinstance(column, pa.Array):
         values = _stack(column, kind, allocate)
-        if isinstance(values, list) and len(types := {type(value) for value in values if value is not None}) > 1:
-            _note_types(name, types)
     else:
         paths, times = batch.nullable.get(name, frozenset()), kind == "numpy"
         values = _checked(name, column, batch, lambda found: to_numpy(found, paths, owned=batch.owned, times=times))
-    if isinstance(values, list) and getattr(values[0] if values else None, "ndim", 0) > 1:
-        _note_shapes(name, *sorted({tuple(value.shape) for value in values if hasattr(value, "shape")})[:2])
+    if isinstance(values, list) and name not in _unlike:
+        _note_unlike(name, values)
     return _objects(values) if kind == "numpy" and isinstance(values, list) else values
 
 
-def _note_shapes(name: str, *shapes: tuple[int, ...]) -> None:
-    """Log, once for each column, that its values do not make one array."""
-    if len(shapes) > 1 and name not in _unlike:
-        _unlike.add(name)
-        _log.warning(
-            "column %r has values of different shapes, such as %s and %s: batches have a list of them. Resize images, "
-            "decode(%r, size=224), or pass a collate_fn.",
-            name,
-            *map(list, shapes),
-            name,
-        )
-
-
-def _note_types(name: str, types: set[type]) -> None:
-    """Log, once for each column, that its values are numbers and others, which do not make one array."""
-    if name not in _unlike and str in types and types & {int, float, bool}:
-        _unlike.add(name)
-        _log.warning(
-            "column %r has values of different types (%s): batches have a list of them. Return one type for every row.",
-            name,
-            ", ".join(sorted(each.__name__ for each in types)),
-        )
+def _note_unlike(name: str, values: list[Any]) -> None:
+    """Log, once for each column, that arrays have different shapes, or that values are texts and numbers."""
+    first = values[0] if values else None
+    if getattr(first, "ndim", 0) > 1:
+        shapes = sorted({tuple(value.shape) for value in values if hasattr(value, "shape")})
+        if len(shapes) > 1:
+            _unlike.add(name)
+            _log.warning(
+                "column %r has values of different shapes, such as %s and %s: batches have a list of them. Resize "
+                "images, decode(%r, size=224), or pass a collate_fn.",
+                name,
+                *map(list, shapes[:2]),
+                name,
+            )
+    elif isinstance(first, (str, int, float)):
+        types = {type(value) for value in values}
+        if str in types and types & {int, float, bool}:
+            _unlike.add(name)
+            _log.warning(
+                "column %r has values of different types (%s): batches have a list of them. Return one "
+                "type for every row.",
+                name,
+                ", ".join(sorted(each.__name__ for each in types)),
+            )
 
 
 _unlike: set[str] = set()

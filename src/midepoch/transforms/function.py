@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, TypeVar
 
@@ -205,7 +205,7 @@ class Function:
         """
         which = f"row {rows[0]}" if len(rows) == 1 else f"rows {rows[0]} … {rows[-1]} (a group of {len(rows)})"
         what = f"{self.call} failed on {which} of the dataset ({run.place(rows[0])})"
-        failed(what, self.on_error, problem, run, len(rows), _remedy(problem, given, self.batched, self.input_columns))
+        failed(what, self.on_error, problem, run, len(rows), _remedy(problem, given, self))
 
 
 _NOT_LIST = re.compile("not (iterable|subscriptable)|no len")
@@ -216,17 +216,22 @@ _EXTRA_FIRST = re.compile(
 _NOT_ROW = re.compile("not subscriptable|indices must be integers")
 
 
-def _remedy(problem: Exception, row: Any, batched: bool, columns: Sequence[str] | None) -> str:
-    """Return what to do about common mistakes in functions of a row, of a batch, or of some ``columns``."""
+def _remedy(problem: Exception, row: Any, call: Function) -> str:
+    """Return what to do about common mistakes in functions of a row, of a batch, or of some columns."""
+    batched, columns = call.batched, call.input_columns
     if columns is not None and isinstance(problem, TypeError) and _NOT_ROW.search(str(problem)):
         return f". It is called with the values of {', '.join(columns)}: omit input_columns for a function of the row."
     if batched and isinstance(problem, (TypeError, AttributeError)) and "'list'" in str(problem):
         return ". It is called with a list of each column: omit batched=True for a function of one row."
-    if "text input must be" in str(problem) or "TextEncodeInput must be" in str(problem):
+    if columns is None and re.search("(text input|TextEncodeInput) must be", str(problem)):
         return ". A tokenizer takes texts, and a row is a dict: use ds.tokenize(tokenizer), or input_columns='text'."
-    if isinstance(problem, (TypeError, AttributeError)) and "pyarrow.lib" in str(problem):
+    if (
+        call.input_format == "arrow"
+        and isinstance(problem, (TypeError, AttributeError))
+        and "pyarrow.lib" in str(problem)
+    ):
         return ". After with_format('arrow') a function gets tables: use pyarrow.compute, or call with_format after it."
-    if isinstance(problem, (TypeError, AttributeError)) and _EXTRA_FIRST.search(str(problem)):
+    if (call.with_indices or call.with_generator) and _EXTRA_FIRST.search(str(problem)):
         return ". The row is the first argument; its number or its generator is the second."
     if isinstance(problem, (TypeError, AttributeError)) and not batched and "NoneType" in str(problem):
         empty = [name for name, value in row.items() if value is None] if isinstance(row, Mapping) else []

@@ -224,7 +224,7 @@ class Documents:
             lists = NumberLists.of(name, columns[name], rows, _ADVICE, spec.dtype if name == spec.column else None)
             if lists is None:
                 kind = getattr(columns[name], "type", "of other values")
-                remedy = "Tokenize first, or pass the name of the column of tokens."
+                remedy = TOKENIZE_FIRST
                 if re.search(r"list.*list", str(kind)) or any(np.ndim(value) > 1 for value in columns[name][:1]):
                     remedy = "A tokenizer that is called with one text returns one list: omit return_tensors=…."
                 raise ColumnError(f"pack: column {name!r} is {kind}, not lists of numbers. {remedy}")

@@ -12,6 +12,7 @@ import csv
 import io
 import logging
 import os
+import posixpath
 import re
 from collections.abc import Iterator, Sequence
 from itertools import chain
@@ -22,6 +23,7 @@ import pyarrow as pa
 import pyarrow.csv as pc
 import pyarrow.json as pj
 
+from midepoch._internal.hints import warn_once
 from midepoch.errors import FormatError
 from midepoch.sources.formats import Block, Format, Scanned, lines, table_of
 from midepoch.sources.formats.compressed import contents
@@ -262,8 +264,9 @@ class JsonFormat(Format):
                 'midepoch.load_dataset("json", data_files=…, field="data", split="train").'
             )
         found = scan_text(store, entry, _JsonRows(in_array=False), start=0, skip_damage=skip_damage)
-        if sum(found.rows) == 1 and not entry.path.endswith("l") and (about := _of_one_object(found.schema)):
-            _log.warning("%s is one JSON object, so one row. %s", store.name(entry.path), about)
+        if sum(found.rows) == 1 and ".jsonl" not in entry.path and (about := _of_one_object(found.schema)):
+            folder = store.name(posixpath.dirname(entry.path))  # which may have many of them
+            warn_once("a file in %s is one JSON object, so one row. %s", folder, about)
         return found
 
     def decode(self, store: Store, block: Block, schema: pa.Schema, columns: Sequence[str]) -> pa.Table:
