@@ -127,7 +127,7 @@ class CheckpointStore(Protocol):
         """Remove a copy: its manifest first."""
 
     def harden(self) -> None:
-        """Make all commits durable that are seen. The process of one may have failed in its last sync."""
+        """Make the commits durable that can be seen: the process of one may have failed in its last sync."""
 
     def retire(self, copy: Copy) -> None:
         """Discard a copy that is not committed, unless its process may be alive."""

@@ -171,7 +171,7 @@ class BundlePool:
 
 
 def _initialize(function: Callable[[int], Any] | None, number: int) -> None:
-    """Call ``worker_init_fn``. What fails as functions for torch's workers do gets a hint."""
+    """Call ``worker_init_fn``. Errors that functions for torch's own workers have here get a hint."""
     if function is None:
         return
     try:

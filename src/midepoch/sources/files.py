@@ -280,7 +280,7 @@ def _all_of(lookups: Lookups, paths: list[str], given: str, wanted: str | None) 
 
 
 def _mistyped(path: str) -> str:
-    """Return the sentence about a path with signs that are not replaced here, or ""."""
+    """Return the sentence about backslashes or variables in a path, or "" if it has none."""
     if "\\" in path and os.sep == "/":
         return f"Folders are separated by /: {path.replace(chr(92), '/')!r}, and not by backslashes."
     if "$" in path or re.search(r"\{\w*\}", path):
