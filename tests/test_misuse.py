@@ -738,6 +738,14 @@ def test_arguments_of_functions_the_other_way_around(ds: midepoch.Dataset) -> No
         list(ds.map(lambda i, row: {"n": row["id"] + i}, with_indices=True))
 
 
+def test_a_schedule_ends(ds: midepoch.Dataset) -> None:
+    """It is a mix that never ends by itself."""
+    phase = midepoch.Phase("main", {"a": 0.5, "b": 0.5}, rows=16)
+    mixed = midepoch.mix({"a": ds.take(9), "b": ds.skip(9)}, midepoch.Schedule([phase]))
+    assert len(mixed.loader(4)) == 4
+    assert assert_resumes_exactly(lambda: mixed.loader(4), epochs=1) > 4
+
+
 def test_what_is_easily_overlooked(ds: midepoch.Dataset, caplog: pytest.LogCaptureFixture) -> None:
     def says(text: str) -> None:
         assert text in caplog.text, caplog.text

@@ -48,10 +48,10 @@ def known_length(node: Node) -> int | None:
 
 
 def is_endless(node: Node) -> bool:
-    """Return True if an epoch has no end: of a mix that is never over, and not cut."""
+    """Return True if an epoch has no end: of a mix that is never over, not cut, and has no schedule."""
     if isinstance(node.base, Leaf):
         return False
-    if isinstance(node.base, Mix) and node.base.stop == "never":
+    if isinstance(node.base, Mix) and node.base.stop == "never" and node.base.schedule is None:
         return not any(isinstance(stage, Slice) and stage.stop is not None for stage in node.stages)
     return any(map(is_endless, node.base.parts))
 
