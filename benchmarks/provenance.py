@@ -128,7 +128,7 @@ def bytes_of(make: Make, batches: int = 50) -> tuple[float, int]:
     """The bytes of provenance for a document in batches, and the number of documents of a batch."""
     size = count = 0
     for _, batch in zip(range(batches), forever(make(provenance=True)), strict=False):
-        found = batch.get("doc_ids") or {name: batch[name] for name in ("source", "row")}
+        found = batch["doc_ids"]
         size += sum(values.nbytes for values in found.values())
         count += len(found["row"])
     return size / count, count // batches
@@ -139,7 +139,7 @@ def recorded_bytes(make: Make, folder: Path, batches: int = 4000) -> float | Non
     loader = make(provenance=True, audit=folder)
     count = 0
     for _, batch in zip(range(batches), forever(loader), strict=False):
-        count += len(batch["doc_ids"]["row"] if "doc_ids" in batch else batch["row"])
+        count += len(batch["doc_ids"]["row"])
     loader.close()
     found = list(folder.glob("*.documents"))
     return found[0].stat().st_size / count if found else None

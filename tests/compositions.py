@@ -162,7 +162,8 @@ class Case:
                 tuple(token for token in tokens if token >= 0) for tokens, keep in zip(found, real, strict=True) if keep
             ]
         if "provenance" in self.features and "collate_fn" not in self.features:
-            expected = [100 * int(s) + int(r) for s, r in zip(batch["source"], batch["row"], strict=True)]
+            names = batch["doc_ids"]
+            expected = [100 * int(s) + int(r) for s, r in zip(names["source"], names["row"], strict=True)]
             assert expected == [tokens[0] for tokens in found]
         return [int(tokens[0]) for tokens, keep in zip(found, real, strict=True) if keep]
 

@@ -273,8 +273,7 @@ def test_rows_that_are_excluded_before_steps_that_are(kind: str, tmp_path: Path)
         return make().loader(**sizes, last_batch="uneven", provenance=True, audit=ledger, **options)
 
     def rows_in(batch: Any) -> list[tuple[int, int]]:
-        names = batch["doc_ids"] if kind == "pack" else batch
-        return list(zip(names["source"].tolist(), names["row"].tolist(), strict=True))
+        return list(zip(*(batch["doc_ids"][name].tolist() for name in ("source", "row")), strict=True))
 
     whole = [rows_in(batch) for batch in loader("0")]
     last = loader("1")

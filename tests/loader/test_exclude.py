@@ -240,7 +240,7 @@ def test_a_group_in_progress_is_delivered_with_its_other_rows(
     loader = ds.loader(2, audit=tmp_path)
     batches = iter(loader)
     found = rows_of(next(batches))
-    first = set(whole[1]["row"].tolist())
+    first = set(whole[1]["doc_ids"]["row"].tolist())
     loader.exclude(rows=first)
     found += [row for batch in batches for row in rows_of(batch)]
     assert len(set(found)) == len(found)
@@ -601,10 +601,10 @@ def test_documents_of_a_batch_with_provenance(name: str, open_ds: Callable[[], m
 
     traced = make(provenance=True)
     batch = [next(traced) for _ in range(3)][2]
-    pairs = list(zip(batch["source"].tolist(), batch["row"].tolist(), strict=True))
+    pairs = list(zip(batch["doc_ids"]["source"].tolist(), batch["doc_ids"]["row"].tolist(), strict=True))
     by_name = [(traced.sources[source], row) for source, row in pairs]
     expected = [row for row in sum(epoch_of(make(5)), []) if row not in ids(batch)]
-    for documents in (batch, {"source": batch["source"], "row": batch["row"]}, pairs, by_name):
+    for documents in (batch, batch["doc_ids"], pairs, by_name):
         loader = make(5)
         assert loader.exclude(documents=documents) == 4 and loader.exclude(documents=documents) == 0
         found = sum(epoch_of(loader), [])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from itertools import pairwise, takewhile
 from operator import sub
@@ -17,7 +17,6 @@ from midepoch._internal.progress import Timings
 from midepoch.loader.collation import added, arranged, collated, completed, marked, named
 from midepoch.loader.options import PADDING, Options
 from midepoch.loader.plans import MadeBatch
-from midepoch.loader.provenance import RowsAhead
 from midepoch.pipeline.engine import Engine
 from midepoch.pipeline.leaf import Leaf
 from midepoch.pipeline.plans import StepPlan
@@ -96,7 +95,7 @@ class BatchMaker:
         )
         self._options = options
         self._stacks = stacked
-        self._ahead: RowsAhead | None = None
+        self._later = False  # documents are made when they are looked at
         self._last: int | None = None  # the last step that is made here, once it is read
         # Without a map, a chunk is presented in one call and sliced, which saves most of the work for each batch.
         self._whole = as_read and self._engine.plain
@@ -121,8 +120,7 @@ class BatchMaker:
         self._last = None
         size, block, step = 1, 1, first  # grows from one, so that the first batch comes soon
         locates = self._whole
-        if delivered and self._options.provenance and self.format == "torch":
-            self._ahead = RowsAhead()
+        self._later = delivered and self.format == "torch"
         while plan.has(step):
             steps = list(takewhile(plan.has, range(step, step + block * stride, stride)))
             if plan.count_known() and not plan.has(steps[-1] + stride):
@@ -156,11 +154,9 @@ class BatchMaker:
         """Return the provenance of rows, if batches have it."""
         return DocumentTable.of_rows(self._engine.row_numbers(chosen), 0) if self._options.provenance else None
 
-    def _added(self, traced: DocumentTable | None) -> dict[str, Any] | None:
-        """Return the columns of provenance: tensors if batches are delivered by this thread, else numpy arrays."""
-        if traced is None:
-            return None
-        return traced.arrays(packed=False) if self._ahead is None else self._ahead.take(traced)
+    def _added(self, traced: DocumentTable | None) -> Mapping[str, Any] | None:
+        """Return the documents of a batch, if they are traced."""
+        return added(traced, self._options, later=self._later)
 
     def _read(self, steps: list[int], ends: list[int], chosen: Int64Array, genuine: int | None) -> list[Read]:
         """Read several batches in one call. ``ends``: their bounds among the requested rows."""
@@ -237,11 +233,12 @@ class BatchMaker:
 
     def _presented(self, plan: StepPlan, read: Read, batch: Batch, allocate: Allocate | None) -> Any:
         kind, options = self.format, self._options
+        documents = self._added(batch.traced) if options.provenance else None
         if options.layout is not None:
-            return completed(arranged(batch, kind, options, allocate), kind, options, added(batch, options))
+            return completed(arranged(batch, kind, options, allocate), kind, options, documents)
         if options.collate_fn is None:
             columns = self._engine.presented(named(batch, kind, options), kind, allocate)
-            return completed(columns, kind, options, added(batch, options))
+            return completed(columns, kind, options, documents)
         where = f" ({plan.place(read.step)} of epoch {plan.epoch})"
         return collated(batch, self.format, self._options, self._engine.generators, plan.epoch, where)
 

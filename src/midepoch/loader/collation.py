@@ -13,7 +13,7 @@ import numpy.typing as npt
 from midepoch._internal.hints import warn_once
 from midepoch.errors import MapError
 from midepoch.loader.options import PADDING, Options
-from midepoch.loader.provenance import PACKED, DocumentIds, RowsAhead, check_names, with_columns
+from midepoch.loader.provenance import PACKED, DocumentIds, check_names, with_documents
 from midepoch.pipeline.chunk import Bunches, Items, RowRefs, materialize
 from midepoch.pipeline.spec import PipelineSpec
 from midepoch.transforms import Batch, finish, present, present_rows
@@ -40,7 +40,6 @@ class Presenter:
         self._pads = options.batch_size if options.last_batch == "pad" else None
         arranges = options.collate_fn is not None or options.layout is not None
         self._arrays = not arranges and self._format in ("numpy", "torch", "jax")
-        self._ahead = RowsAhead()
 
     def batch(self, items: Items, epoch: int) -> Presented:
         """Return a batch of outputs, filled with some of them if it is padded."""
@@ -60,9 +59,7 @@ class Presenter:
             columns: Any = {name: column.array(0, len(items)) for name, column in items.located.items()}
             if self._pads is not None:
                 columns[PADDING] = np.arange(len(items)) >= genuine
-            if not options.provenance:
-                return Presented(completed(columns, kind, options, None), None)
-            return self._traced(columns, items.traced, genuine)
+            return self._completed(columns, items, genuine)
         batch = materialize(items)
         if self._pads is not None or isinstance(items, Bunches):
             bounds = items.batches.bounds if isinstance(items, Bunches) else np.arange(len(batch) + 1)
@@ -72,24 +69,17 @@ class Presenter:
         if options.collate_fn is not None:
             value = collated(batch, kind, options, self._generators, epoch)
         elif options.layout is not None:
-            value = completed(arranged(batch, kind, options), kind, options, added(batch, options))
+            return self._completed(arranged(batch, kind, options), batch, genuine)
         else:
-            columns = present(named(batch, kind, options), kind)
-            if options.provenance:
-                return self._traced(columns, batch.traced, genuine)
-            value = completed(columns, kind, options, None)
+            return self._completed(present(named(batch, kind, options), kind), batch, genuine)
         return Presented(value, batch.traced.slice(0, genuine) if options.provenance else None)
 
-    def _traced(self, columns: Any, traced: DocumentTable, genuine: int) -> Presented:
-        """Return a batch with the columns of provenance: tensors that are made ahead or later, or numpy arrays."""
-        if self._format != "torch":
-            more = arrays_of(traced, self._options)
-        elif self._options.provenance == PACKED:
-            more = {DOCUMENTS: DocumentIds(traced)}
-        else:
-            more = self._ahead.take(traced)
-        value = completed(columns, self._format, self._options, more)
-        return Presented(value, traced.slice(0, genuine))
+    def _completed(self, columns: Any, rows: Batch | RowRefs, genuine: int) -> Presented:
+        """Return presented columns with the documents of their rows."""
+        kind, options = self._format, self._options
+        traced = rows.traced if options.provenance else None
+        value = completed(columns, kind, options, added(traced, options, later=kind == "torch"))
+        return Presented(value, None if traced is None else traced.slice(0, genuine))
 
 
 _log = logging.getLogger("midepoch")
@@ -106,33 +96,30 @@ def marked(batch: Batch, padding: npt.NDArray[np.bool_]) -> Batch:
 
 
 def named(batch: Batch, kind: str, options: Options) -> Batch:
-    """Add the columns of provenance, if a format has a value of its own for each row."""
-    return (
-        with_columns(batch, options.provenance) if options.provenance and kind in ("python", "arrow", ITEMS) else batch
-    )
+    """Add the documents, if a format has a value of its own for each row."""
+    if not options.provenance or kind not in ("python", "arrow", ITEMS):
+        return batch
+    return with_documents(batch, options.provenance)
 
 
-def added(batch: Batch, options: Options) -> dict[str, Any] | None:
-    """Return the columns of provenance as numpy arrays, or None if there are none."""
-    return arrays_of(batch.traced, options) if options.provenance else None
+def added(traced: DocumentTable | None, options: Options, *, later: bool = False) -> Mapping[str, Any] | None:
+    """Return the documents of a batch as numpy arrays, or None if they are not traced.
 
-
-def arrays_of(traced: DocumentTable, options: Options) -> dict[str, Any]:
-    """Return the columns of provenance as numpy arrays."""
+    ``later``: as tensors that are made when they are looked at, for a batch that is not sent.
+    """
+    if traced is None or not options.provenance:
+        return None
     packed = options.provenance == PACKED
-    arrays = traced.arrays(packed)
-    return {DOCUMENTS: arrays} if packed else arrays
+    return DocumentIds(traced, packed=packed) if later else traced.arrays(packed)
 
 
-def completed(columns: Any, kind: str, options: Options, more: dict[str, Any] | None) -> Any:
-    """Return presented columns as this rank gets them: its part of every sequence, and ``more`` of provenance."""
+def completed(columns: Any, kind: str, options: Options, documents: Mapping[str, Any] | None) -> Any:
+    """Return presented columns as this rank gets them: its part of every sequence, and the documents."""
     if options.context is not None and options.layout is None:
         columns = options.context.cut(columns, pads=options.pads)
-    if more is None or kind in ("python", "arrow", ITEMS):
-        return columns
-    if not more.keys().isdisjoint(columns):
-        check_names(columns, options.provenance)
-    columns.update(more)
+    if documents is not None and kind not in ("python", "arrow", ITEMS):
+        check_names(columns)
+        columns[DOCUMENTS] = documents
     return columns
 
 
@@ -161,9 +148,9 @@ def collated(batch: Batch, kind: str, options: Options, generators: Generators, 
     def collate(seeds: Seeds | None) -> Any:
         if options.collate_columns:
             columns = present(named(batch, kind, options), kind)
-            rows: Any = finish(completed(columns, kind, options, added(batch, options)), kind)
+            rows: Any = finish(completed(columns, kind, options, added(batch.traced, options)), kind)
         else:
-            rows = present_rows(with_columns(batch, options.provenance) if options.provenance else batch, kind)
+            rows = present_rows(with_documents(batch, options.provenance) if options.provenance else batch, kind)
         if seeds is not None:
             first = batch.slice(0, 1)
             seeds.set(seeds.of(first.rows, first.ordinals)[0])

@@ -258,8 +258,8 @@ def _rows_left(spec: PipelineSpec, leaf: int) -> int:
 def rows_of_documents(documents: Any, sources: Iterable[str]) -> dict[int, list[int]]:
     """Return rows by source, as provenance, ``midepoch audit`` and ``Run`` name documents.
 
-    ``documents``: the columns ``source`` and ``row`` of a batch, its ``doc_ids``, or (source, row) pairs, also those of
-    ``Document`` and ``Delivery``.
+    ``documents``: a batch with ``doc_ids``, those alone, or (source, row) pairs, also those of ``Document`` and
+    ``Delivery``.
     """
     names, pairs = list(sources), documents
     if isinstance(documents, Mapping):

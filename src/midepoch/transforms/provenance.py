@@ -84,8 +84,8 @@ class PieceTable:
         return edges
 
     @cached_property
-    def copies(self) -> dict[str, Any]:
-        """Arrays of all pieces as they are delivered, by name. Users may write to them."""
+    def copies(self) -> dict[Any, Any]:
+        """What is made of the columns of all pieces for batches, by name. Users may write to it."""
         return {}
 
 
@@ -229,11 +229,6 @@ def _small(values: npt.NDArray[Any]) -> Int32Array:
 
 def _each(leaves: Leaves, count: int) -> Int16Array:
     return np.full(count, leaves, np.int16) if isinstance(leaves, int) else leaves
-
-
-def added_columns(packed: bool) -> tuple[str, ...]:
-    """Return the names of the columns that provenance adds to a batch."""
-    return (DOCUMENTS,) if packed else (SOURCE, ROW)
 
 
 def concatenated_pieces(ends: Int64Array, bounds: Int64Array, before: int) -> Pieces:
