@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import operator
+import pickle
 import re
 import shutil
 import subprocess
+import sys
 import tarfile
 import tempfile
 from collections.abc import Callable, Iterable
@@ -361,7 +364,7 @@ OPEN: Wrong = [
     (lambda ds: midepoch.mix({"a": ds}, {"b": 1}), "weights for b, but the sources are a"),
     (
         lambda ds: midepoch.mix([ds.select_columns("id"), ds.select_columns("text")]).tokenize(len),
-        "no column 'text'.*none that all sources have.*rename_columns",
+        "source 0 of the mix: no column 'text'.*rename_column",
     ),
     (lambda ds: midepoch.concat(ds, ds), r"concat\(\[a, b\]\), got several arguments"),
     (lambda ds: midepoch.zip(ds, ds), r"zip\(\[a, b\]\), got several arguments"),
@@ -545,6 +548,27 @@ FIRST_WEEK: Wrong = [
         "s is what state_dict\\(\\) returned, a copy",
     ),
     (lambda ds: ds.loader(4).load_state_dict(ds.take(9).loader(4).state_dict()), "take, skip"),
+    (
+        lambda ds: next(ds.map(lambda row: {"x": object()}).with_format("arrow").loader(4)),
+        "cannot become an Arrow column.*numpy.asarray",
+    ),
+    (
+        lambda ds: next(ds.map(lambda row: {"input_ids": torch.ones(1, 3)}).loader(4, layout="padded")),
+        "does not contain lists of numbers. .*omit return_tensors",
+    ),
+    (
+        lambda ds: next(
+            ds.map(lambda row: {"x": [1.0]}).loader(4, collate_fn=lambda rows: torch.stack([row["x"] for row in rows]))
+        ),
+        r"with_format\('torch'\)",
+    ),
+    (
+        lambda ds: ds.loader(4).load_state_dict({"_snapshot": {}, "_steps_since_snapshot": 3}),
+        "state of torchdata's StatefulDataLoader",
+    ),
+    (lambda ds: saved(ds.loader(4)).save(ds.loader(4), async_save=True), r"argument of PipelineCheckpoint\('checkpo"),
+    (lambda ds: ds._distributed, "split_dataset_by_node is for other datasets.*omit it"),
+    (lambda ds: next(ds.map(lambda row: "text").loader(4)), r"not \{'name': value\}"),
 ]
 """Mistakes of people in their first week, of whom none had seen the lists above."""
 
@@ -977,3 +1001,122 @@ def test_a_quoted_error_ends_in_one_dot() -> None:
     for kind in (midepoch.ColumnError, midepoch.MidepochError, midepoch.DataNotFoundError):
         assert str(kind("a: it failed.. Try again..")) == "a: it failed. Try again."
         assert str(kind("a... B, ../b/.. and c..d stay …")) == "a... B, ../b/.. and c..d stay …"
+
+
+def test_a_state_that_is_loaded_and_left(ds: midepoch.Dataset, caplog: pytest.LogCaptureFixture) -> None:
+    """A loop that begins at epoch 0 after a resume."""
+    loader = ds.shuffle(seed=1).loader(8)
+    for _ in loader:
+        pass
+    next(loader)
+    state = loader.state_dict()
+    for epoch, warns in ((1, False), (0, True)):
+        again = ds.shuffle(seed=1).loader(8)
+        again.load_state_dict(state)
+        caplog.clear()
+        again.set_epoch(epoch)
+        assert ("set_epoch(0) leaves the state that was loaded, of epoch 1" in caplog.text) == warns, caplog.text
+        assert bool(again.position) != warns
+
+
+def test_a_start_that_forgets_to_restore(
+    ds: midepoch.Dataset, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It warns, and the checkpoints of the earlier start stay."""
+    loader = ds.loader(4)
+
+    def start() -> midepoch.PipelineCheckpoint:
+        return midepoch.PipelineCheckpoint(tmp_path, keep=2)
+
+    first = start()
+    for step in (20, 40, 60):
+        first.save(loader, step=step)
+    assert first.steps() == [40, 60] and not caplog.text
+    forgetful = start()
+    for step in (1, 2, 3, 4):
+        forgetful.save(loader, step=step)
+    assert "steps up to 60 of an earlier start" in caplog.text and "restore_latest()" in caplog.text
+    assert forgetful.steps() == [3, 4, 40, 60]
+    caplog.clear()
+    careful = start()
+    assert careful.restore_latest(loader) == 4
+    careful.save(loader, step=3)  # a run that has gone back
+    assert careful.steps() == [3, 4] and not caplog.text
+
+
+def test_a_generator_of_another_library(ds: midepoch.Dataset) -> None:
+    drawn = ds.map(lambda row, rng: {"r": torch.rand(3, generator=rng)}, with_generator=True)
+    with pytest.raises(midepoch.MapError, match=r'For a generator of torch, pass with_generator="torch"\.'):
+        next(drawn.loader(4))
+
+
+def test_a_loader_that_is_copied(ds: midepoch.Dataset) -> None:
+    loader = ds.loader(4)
+    assert len(list(pickle.loads(pickle.dumps(loader)))) == len(loader)
+    next(loader)
+    for copied in (copy.deepcopy, pickle.dumps):
+        with pytest.raises(TypeError, match=r"not copied or pickled\. Save loader\.state_dict\(\)"):
+            copied(loader)
+
+
+def test_the_first_batch_again_and_again(ds: midepoch.Dataset, caplog: pytest.LogCaptureFixture) -> None:
+    warn_once.cache_clear()
+    loader = ds.shuffle(seed=1).loader(4)
+    assert torch.equal(next(iter(loader))["id"], next(loader)["id"]) and not caplog.text
+    loader = ds.shuffle(seed=1).loader(4)
+    for _ in range(3):
+        next(iter(loader))
+    assert caplog.text.count("a pass of one batch is a look") == 1
+
+
+def test_ranks_that_are_connected_after_the_loader(python: str, free_port: int) -> None:
+    program = """
+import torch.distributed as dist, midepoch
+ds = midepoch.from_dict({"x": list(range(20))})
+early, alone = ds.loader(4), ds.loader(4, rank=0, world_size=1)
+dist.init_process_group("gloo", init_method="tcp://127.0.0.1:%d", rank=%d, world_size=2)
+assert len(list(alone)) == 5
+try:
+    next(early)
+except midepoch.WorldError as problem:
+    assert "before the 2 ranks were connected" in str(problem) and "after init_process_group" in str(problem)
+    print("refused")
+"""
+    port = free_port
+    started = [
+        subprocess.Popen([python, "-c", program % (port, rank)], stdout=subprocess.PIPE, text=True) for rank in range(2)
+    ]
+    assert [process.communicate(timeout=120)[0] for process in started] == ["refused\n"] * 2
+
+
+def test_what_a_message_knows_of_the_data(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    text = tmp_path / "corpus.txt"
+    text.write_text("some words\n" * 200)
+    with pytest.raises(midepoch.FormatError, match=r"is text, not tokens\. Use from_files\(.*\)\.tokenize"):
+        midepoch.from_tokens(str(text), 128)
+    table = tmp_path / "iris.csv"
+    table.write_text("5.1,-3.5,setosa\n4.9,3.0,setosa\n")
+    assert len(midepoch.from_files(table)) == 1 and "add a header" in caplog.text
+    bodies, texts = (midepoch.from_dict({name: ["a b"] * 4}) for name in ("body", "text"))
+    with pytest.raises(midepoch.ColumnError, match=r"source 'articles' of the mix.*rename_column\('body', 'text'\)"):
+        midepoch.mix({"web": texts, "articles": bodies}).tokenize(Tokenizer(models.BPE()))
+    with pytest.raises(midepoch.ColumnError, match=r"no column 'text'.*tokenize\(tokenizer, 'its name'\)"):
+        bodies.tokenize(Tokenizer(models.BPE()))
+    with pytest.raises(ValueError, match="there is no row 9: source 'b' has 4 rows"):
+        midepoch.mix({"a": texts, "b": texts}).loader(2).exclude(documents=[("b", 9)])
+
+
+def test_accelerate_without_the_integration() -> None:
+    program = """
+import accelerate, logging, midepoch, sys
+from midepoch._internal.hints import warn_once
+said = []
+logging.getLogger("midepoch").addHandler(type("Said", (logging.Handler,), {"emit": lambda self, one: said.append(one)})())
+loader = accelerate.Accelerator(cpu=True).prepare(midepoch.from_dict({"x": list(range(20))}).loader(4))
+assert len(list(loader)) == 5
+assert len(said) == 1 and "accelerator.save_state does not save its position" in said[0].getMessage()
+warn_once.cache_clear()
+import midepoch.integrations.accelerate
+assert len(list(loader)) == 5 and len(said) == 1
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=300)

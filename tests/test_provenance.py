@@ -27,7 +27,6 @@ from midepoch.transforms.provenance import concatenated_pieces
 from test_conformance import PACKED, PIPELINES, REFUSED, unrepeated
 
 
-
 @pytest.fixture
 def open_ds(small_files: list[str]) -> Callable[[], midepoch.Dataset]:
     """A new dataset of the files, which are opened once: that is a fifth of the time of a resume."""

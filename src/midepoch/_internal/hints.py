@@ -138,7 +138,7 @@ def explained(
 def no_attribute(owner: str, name: str, names: Iterable[str], hints: Hints) -> AttributeError:
     """Return the error for an attribute that does not exist."""
     names = tuple(names)
-    hint = "" if name.startswith("_") else hints.get(name) or nearest(name, names, "{}") or _all(names)
+    hint = hints.get(name) or ("" if name.startswith("_") else nearest(name, names, "{}") or _all(names))
     return _attribute_error(f"{owner} has no attribute {name!r}.{' ' if hint else ''}{hint}", name)
 
 

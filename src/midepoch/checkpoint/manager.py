@@ -33,6 +33,7 @@ _KEEP = "Use keep=3, or keep=midepoch.Keep(…)."
 _WHEN = "Call save() when you want it: if loader.steps % 1000 == 0."
 _EXTRA = "Use extra={'scheduler': scheduler} for other objects, in save() and in restore_latest()."
 _VALUES = "Use metadata={'loss': loss} for numbers and texts."
+_OF_FOLDER = "It is an argument of PipelineCheckpoint('checkpoints', …)."
 _LATEST = "Use restore_latest(loader, model, optimizer)."
 
 _PARTS = {
@@ -47,7 +48,7 @@ HINTS = {
         **dict.fromkeys(("every", "save_interval_steps", "save_steps", "interval"), _WHEN),
         "directory missing": "For example PipelineCheckpoint('checkpoints', keep=3).",
     },
-    "save": _PARTS,
+    "save": {**_PARTS, **dict.fromkeys(("async_save", "backend", "allow_pickle", "timeout"), _OF_FOLDER)},
     "restore": {
         **_PARTS,
         "step missing": "Pass it by name, restore(loader, step=7). For the newest step, use restore_latest(loader, …).",
@@ -108,6 +109,7 @@ class PipelineCheckpoint:
         self._background, self._snapshots = Background(), Snapshots()
         self._members = Members(self._steps.store, self._world)
         self._damaged: set[tuple[int, int]] = set()  # (step, sequence) of steps that were found damaged when read
+        self._asked, self._kept = False, frozenset[tuple[int, int]]()  # steps of a start that this one did not look at
 
     if not TYPE_CHECKING:  # a type checker would allow every name
 
@@ -151,6 +153,7 @@ class PipelineCheckpoint:
         if step is None and world.size > 1:
             raise ValueError("save(step=…) is required with several ranks: they must agree on it.")
         number = integer(max(self._steps.numbers(), default=0) + 1 if step is None else step, "save(step=…)")
+        self._note_forgotten(number, world)
         group = self._group_name(f"save-{number}", world)
         memory: dict[Any, Any] = {}
         try:
@@ -175,6 +178,24 @@ class PipelineCheckpoint:
             raise earlier
         return number
 
+    def _note_forgotten(self, number: int, world: World) -> None:
+        """Keep the steps of an earlier start, and warn, if this one restored nothing and saves a step before them."""
+        if self._asked:
+            return
+        self._asked = True
+        manifests, _ = self._steps.manifests()
+        if manifests and manifests[-1].step >= number:
+            self._kept = frozenset((manifest.step, manifest.sequence) for manifest in manifests)
+            if world.rank == 0:
+                _log.warning(
+                    "%s has steps up to %d of an earlier start. This one saves step %d, and has restored nothing. To "
+                    "continue the earlier one, call restore_latest() before training. For another run, use another "
+                    "folder. The earlier steps are kept.",
+                    self._steps.name,
+                    manifests[-1].step,
+                    number,
+                )
+
     def _run(self, job: saving.SaveJob, world: World, rules: Keep, memory: dict[Any, Any]) -> None:
         try:
             self._prune(saving.save(self._steps, job, world, self._timeout, self._members), rules)
@@ -197,7 +218,8 @@ class PipelineCheckpoint:
         if rules == Keep():
             return
         try:
-            read = [manifest for manifest in manifests if (manifest.step, manifest.sequence) not in self._damaged]
+            spared = self._damaged | self._kept
+            read = [manifest for manifest in manifests if (manifest.step, manifest.sequence) not in spared]
             intact = [manifest for manifest in read if self._steps.is_complete(manifest)]
             dropped = set(rules.dropped(intact, time.time()))
             if rules.metric and not any(isinstance(one.metadata.get(rules.metric), (int, float)) for one in intact):
@@ -230,6 +252,7 @@ class PipelineCheckpoint:
         """
         world = self._world
         group = self._group_name("restore", world)
+        self._asked = True
         try:
             self._background.wait()
             loader = self._loader(pipeline, model, optimizer, extra, rng)
@@ -320,6 +343,7 @@ class PipelineCheckpoint:
     def manifest(self, step: int) -> Manifest:
         """Return everything about a step except its contents: time, world size, parts, sizes."""
         self._background.wait()
+        self._asked = True
         return restoring.named_manifest(
             self._steps, integer(step, "step", hint="For the newest, use restore_latest, or latest_step().")
         )

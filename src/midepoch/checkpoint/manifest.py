@@ -148,7 +148,8 @@ def _json_value(value: Any, path: str) -> Any:
         return [_json_value(inner, f"{path}.{number}") for number, inner in enumerate(value)]
     if isinstance(value, PathLike):
         return str(value)
-    raise TypeError(f"{path}: metadata is plain JSON, got a {type(value).__qualname__}. Use extra for arrays.")
+    kind = type(value).__qualname__
+    raise TypeError(f"{path}: metadata is plain JSON, got a {kind}. Use extra for arrays, and vars(…) for objects.")
 
 
 def _to_lines(content: Mapping[str, Any]) -> str:

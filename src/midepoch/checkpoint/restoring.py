@@ -120,10 +120,11 @@ class LoadedStep:
         left = [part for part in ("model", "optimizer") if part in manifest.parts and part not in names]
         if left and "data" in names:
             _log.warning(
-                "step %d also has the %s, which restore was not given and which stays as it is. Pass it, or its values "
-                "and the data are of different steps.",
+                "step %d also has the %s: restore was not given %s. Pass %s, or the values and the data are of "
+                "different steps.",
                 manifest.step,
                 " and the ".join(left),
+                *["them" if len(left) > 1 else "it"] * 2,
             )
         restorables: list[LoadedPart | Restorable] = [*self.parts]
         with ExitStack() as stack:

@@ -70,6 +70,7 @@ def open_data(
         _check_part(split)
         ds = _tables_or_tokens(data, format, given)
         return ds if split is None else _part(ds, split)
+    refuse_function(*data)
     name, colon, delimiter = (format or "").partition(":")
     if colon and name.lower() == "csv":
         given["delimiter"] = delimiter
@@ -149,6 +150,12 @@ def _pairs(given: Sequence[str] | None) -> dict[str, Any]:
             raise ValueError("--storage takes KEY=VALUE, got a text without a key or without '='")
         found[key] = {"true": True, "false": False}.get(value.lower(), value)
     return found
+
+
+def refuse_function(*given: str) -> None:
+    """Raise ValueError if data is named as a function is."""
+    if named := next((one for one in given if re.fullmatch(r".*\.py:\w+", one)), None):
+        raise ValueError(f"{named} is a function, and not data: pass it as --dataset {named} (bench, diff, plan).")
 
 
 def made_by(name: str) -> Dataset | Loader:

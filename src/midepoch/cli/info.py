@@ -12,6 +12,7 @@ import typer
 from midepoch.cli import common
 from midepoch.cli.data import Columns, Config, Data, Format, Scope, Split, Storage, Window, open_data, shuffled
 from midepoch.errors import ColumnError
+from midepoch.transforms.batch import check_columns
 
 if TYPE_CHECKING:
     from midepoch.dataset import Dataset
@@ -164,12 +165,15 @@ def peek(
         )
     if data[1:] and data[-1].isdecimal() and not os.path.exists(data[-1]):
         raise ValueError(f"{data[-1]!r} is not a file. For row {data[-1]}, pass --row {data[-1]}.")
+    if columns is not None and (stray := [one for one in data[1:] if one.isidentifier() and not os.path.exists(one)]):
+        raise ValueError(f"columns are separated by commas: --columns {','.join([columns, *stray])}")
     ds = open_data(data, split, config, storage, format)
     found = row if row else None if where is None else rows_where(ds, where, count)
     if columns is not None:
         names = [name.strip() for name in columns.split(",")]
         if ds.column_names and not {*names} <= {*ds.column_names} and {*columns.split()} <= {*ds.column_names}:
             names = columns.split()  # with spaces between them
+        check_columns(names, ds.column_names, "--columns")
         ds = ds.select_columns(names)
     ds = shuffled(ds, shuffle, scope, window)
     if epoch:

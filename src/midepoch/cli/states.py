@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from midepoch.checkpoint import PipelineCheckpoint
 from midepoch.cli import common
+from midepoch.cli.data import refuse_function
 from midepoch.errors import CheckpointDamagedError, CheckpointNotFoundError, StateError
 from midepoch.sources.names import format_of_bytes
 from midepoch.storage.address import Address, is_address
@@ -35,6 +36,7 @@ def open_state(where: str, step: int | None = None, part: str | None = None) -> 
     A folder may also be the output of Hugging Face's Trainer, of Accelerate's ``save_state`` or of Lightning, or the
     folder of a run with a folder ``checkpoints`` in it.
     """
+    refuse_function(where)
     if not is_address(where):
         path = Path(where).expanduser()
         if not path.exists():

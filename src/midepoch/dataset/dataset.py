@@ -561,8 +561,8 @@ class Dataset(Resumable):
         ``provenance``: batches have ``doc_ids``, a dict with the ``source`` (an index into ``loader.sources``) and the
         ``row`` (its number in that source, before any shuffle) that each row is made of. For packed sequences it has an
         entry for each piece of a document, ``start`` (the offset of its first token in the document), and ``cu_docs``:
-        the pieces of sequence k are ``cu_docs[k]`` to ``cu_docs[k + 1]``. With ``audit``, the documents of each step are
-        also recorded.
+        the pieces of sequence k are ``cu_docs[k]`` to ``cu_docs[k + 1]``. With ``audit``, the documents of each step
+        are also recorded.
 
         Workers run all steps up to the first ``batch``, ``pack``, ``take``, later ``shuffle``, ``mix``, ``concat`` or
         ``zip``; the main process runs the steps that follow, and ``collate_fn`` after such steps or after batched

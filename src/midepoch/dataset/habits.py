@@ -198,6 +198,7 @@ ATTRIBUTES = {
     "flatten": "Use map to choose the fields: map(lambda row: {'a': row['s']['a']}).",
     "flatten_indices": "Rows are computed, so there are no indices to flatten: omit it.",
     "repeat": _EPOCHS,
+    "_distributed": f"split_dataset_by_node is for other datasets. {_RANKS}",
     "prefetch": "Use ds.loader(batch_size, prefetch=…).",
     "collate": "Use ds.loader(batch_size, collate_fn=…).",
     "with_columns": _NEW_COLUMN,

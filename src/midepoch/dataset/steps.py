@@ -14,7 +14,7 @@ from midepoch._internal.hints import nearest
 from midepoch._internal.values import integer
 from midepoch.errors import ColumnError
 from midepoch.order.schedule import Schedule
-from midepoch.pipeline.node import Node, Rebatch
+from midepoch.pipeline.node import Mix, Node, Rebatch
 from midepoch.transforms import (
     Cast,
     Decode,
@@ -289,6 +289,9 @@ def tokenize(
     return self._with_step(Map(**made, remove_columns=removed, rowwise=rowwise))
 
 
+_NO_LENGTH = 10**20
+
+
 def _check_options(tokenizer: Any, options: Mapping[str, Any]) -> None:
     """Raise TypeError for an option that a tokenizer of transformers would ignore."""
     if not any(each.__name__ == "PreTrainedTokenizerBase" for each in type(tokenizer).__mro__):
@@ -302,6 +305,9 @@ def _check_options(tokenizer: Any, options: Mapping[str, Any]) -> None:
                 else nearest(name, known, "{}=")
             )
             raise TypeError(f"tokenize: the tokenizer has no argument {name!r}. {hint}".rstrip())
+    endless = getattr(tokenizer, "model_max_length", 0) > _NO_LENGTH  # as transformers writes "none"
+    if options.get("truncation") and options.get("max_length") is None and endless:
+        _log.warning("tokenize(truncation=True): this tokenizer has no greatest length. Pass max_length=…, too.")
 
 
 def decode(
@@ -415,13 +421,29 @@ def pack(
         schedule,
     )
     if self._columns is not None:
-        check_columns(list(spec.pads), self._columns, "pack", TOKENIZE_FIRST)
+        check_used(self, list(spec.pads), "pack", TOKENIZE_FIRST)
         if labels and LABELS in self._columns:
             raise ValueError(
                 "pack(labels=True): the rows have a column 'labels' of their own. Pack it with "
                 "extra={'labels': -100}, or remove it with remove_columns('labels')."
             )
     return self._with_stage(spec)
+
+
+def check_used(self: Dataset, wanted: Sequence[str], what: str, remedy: str) -> None:
+    """Raise ColumnError if columns are missing. If some sources of a mix have them, name one that has not."""
+    present, base = self._columns or (), self.pipeline.node.base
+    for name in wanted:
+        if name in present or not isinstance(base, Mix):
+            continue
+        parts = [part.known_columns for part in base.parts]
+        lacking = next((number for number, names in enumerate(parts) if names and name not in names), None)
+        if lacking is not None and any(names and name in names for names in parts):
+            named, present = base.names[lacking] if base.names else lacking, parts[lacking] or ()
+            what = f"{what}: source {named!r} of the mix"
+            remedy = f"Rename one before the mix, for example rename_column({present[0]!r}, {name!r})."
+            break
+    check_columns(wanted, present, what, remedy)
 
 
 def function_arguments(
@@ -461,7 +483,8 @@ def function_arguments(
         )
     used = None if input_columns is None else names_of(input_columns)
     if used is not None and self._columns is not None:
-        check_columns(used, self._columns, f"{kind}({_name(function)})")
+        remedy = "For a column of another name: tokenize(tokenizer, 'its name')." if kind == "tokenize" else ""
+        check_used(self, used, _name(function) if kind == "tokenize" else f"{kind}({_name(function)})", remedy)
     if self._has_items:
         if batched or used is not None or kind not in ("map", "filter", "flat_map"):
             raise ValueError(f"{kind}: a row is an item here, without columns. {NAME_COLUMNS}")

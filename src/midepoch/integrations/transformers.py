@@ -260,7 +260,7 @@ def refuse_loader(train_dataset: Any) -> None:
     """Raise TypeError for a loader in place of a dataset."""
     if isinstance(train_dataset, Loader):
         raise TypeError(
-            "train_dataset must be a Dataset, got a loader. Pass options of the loader as loader_options, such as "
+            "train_dataset must be a Dataset, got a loader. Pass loader.dataset, and its options as loader_options: "
             "{'last_batch': 'pad'}."
         )
 

@@ -162,7 +162,9 @@ def collated(batch: Batch, kind: str, options: Options, generators: Generators, 
         gets = "a dict of columns" if options.collate_columns else "a list of rows"
         hint = "" if options.collate_columns else ", and a row is a dict: row['text']"
         hint = f". It gets {gets}{hint}." if isinstance(problem, _OF_ROWS) or "unpack" in str(problem) else ""
-        if _UNLIKE.search(str(problem)):
+        if "expected Tensor as element" in str(problem):
+            hint = ". Values are as the format of the dataset has them: use ds.with_format('torch') for tensors."
+        elif _UNLIKE.search(str(problem)):
             hint = (
                 ". If lists of a column have different lengths, omit collate_fn and pass layout='padded'. Columns of "
                 "text have no tensors: leave them out with select_columns(), or use ds.tokenize(tokenizer)."

@@ -99,6 +99,11 @@ class Loader(Resumable):
         def __getitems__(self, keys: object) -> None:  # of torch's DataLoader
             raise TypeError("a Loader makes batches itself. Iterate it in place of a DataLoader, which takes datasets.")
 
+    def __getstate__(self) -> dict[str, Any]:
+        if self._live is not None:
+            raise TypeError("a Loader in use is not copied or pickled. Save loader.state_dict(), or send its dataset.")
+        return vars(self)
+
     def __dir__(self) -> list[str]:
         return sorted(name for name in dir(type(self)) if not name.startswith("_"))
 
@@ -365,6 +370,13 @@ class Loader(Resumable):
                     f"other, and the next one is {self.epoch}. Load a state to continue at another step."
                 )
             return
+        if self._run.kind is runs.Kind.LOADED and epoch not in (self.epoch, self._run.cursor.epoch):
+            _log.warning(
+                "set_epoch(%d) leaves the state that was loaded, of epoch %d. To continue it, begin the loop there: "
+                "for epoch in range(loader.epoch, …).",
+                epoch,
+                self._run.cursor.epoch,
+            )
         end_leases(self)
         live, self._pass = self._current(), None
         self._run = runs.choose(self._run, epoch, batches=0 if live is None else live.delivered)

@@ -59,6 +59,7 @@ def make_loader(
     context = batching.context()
     if rank is None and data_parallel is None:
         rank, world_size = _without_context(context, spec.shard, rank, world_size)
+    found_alone = context is None and rank is world_size is data_parallel is None and spec.shard.count == 1
     shard, together = shard_of(spec.shard, rank, world_size, data_parallel)
     schedule = spec.node.schedule
     if schedule is not None and batching.max_tokens is not None:
@@ -115,6 +116,7 @@ def make_loader(
         context=batched.context,
         pads=batched.pads,
         provenance=provenance_of(spec, provenance),
+        found_alone=found_alone and shard.count == 1 and not connected(),
         **options,
     )
     if last_batch == "pad" and PADDING in (spec.node.known_columns or ()):

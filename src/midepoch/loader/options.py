@@ -12,8 +12,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from midepoch._internal.hints import instead
-from midepoch.errors import MidepochError
+from midepoch._internal.hints import instead, warn_once
+from midepoch._internal.values import loaded
+from midepoch.distributed.keyvalue import connected
+from midepoch.errors import MidepochError, WorldError
 from midepoch.order.budget import BatchSizes, Budget
 from midepoch.order.schedule import Schedule
 from midepoch.pipeline.planned import Planning
@@ -187,6 +189,8 @@ class Options:
     context: ContextSlice | None = None
     pads: Mapping[str, Any] | None = None
     provenance: str = ""
+    found_alone: bool = False
+    """True if no rank was given or found when the loader was made."""
 
     @property
     def context_rank(self) -> int:
@@ -228,12 +232,29 @@ _LIGHTNING = ("lightning.pytorch", "pytorch_lightning")
 _OTHER_LOOPS = ("loops.evaluation_loop", "loops.prediction_loop")
 _ADAPTER = "midepoch.integrations.lightning"
 
+_SAVES = {"midepoch.integrations.accelerate", "midepoch.checkpoint.manager", "transformers.trainer"}
+"""Modules of programs in which a position is saved otherwise, or which warn themselves."""
+
 _DEPTH = 24
 """Frames that are looked at. From the loop of Lightning to ``iter(loader)`` there are 7 in Lightning 2.6."""
 
 
-def warn_of_lightning() -> None:
-    """Warn if Lightning's training loop begins a pass of a loader. Python shows such a warning once."""
+def check_surroundings(options: Options) -> None:
+    """Raise WorldError if ranks were connected after the loader was made. Warn of trainers that do not save it."""
+    if options.found_alone and connected() > 1:
+        raise WorldError(
+            f"this loader was made before the {connected()} ranks were connected, so that each would load all rows. "
+            "Make it after init_process_group, or with rank= and world_size=."
+        )
+    accelerate = loaded("accelerate.state")
+    if (
+        getattr(getattr(accelerate, "AcceleratorState", None), "_shared_state", None)
+        and not _SAVES & sys.modules.keys()
+    ):
+        warn_once(
+            "accelerator.prepare leaves this loader as it is, and accelerator.save_state does not save its position. "
+            "Use midepoch.integrations.accelerate.prepare(accelerator, loader), or save loader.state_dict() yourself."
+        )
     if _trained_by_lightning():
         warnings.warn(
             "Lightning trains with a loader directly, and a resumed run may lose or repeat rows: Lightning saves the "

@@ -7,12 +7,13 @@ from collections.abc import Mapping
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
+from midepoch._internal.hints import warn_once
 from midepoch._internal.processes import silent_at_exit
 from midepoch._internal.resumable import Resumable
 from midepoch.audit.records import LeaseSteps
 from midepoch.errors import MidepochError
 from midepoch.loader import state as states
-from midepoch.loader.options import check_continues, warn_of_lightning
+from midepoch.loader.options import check_continues, check_surroundings
 from midepoch.loader.plans import MadeBatch
 from midepoch.loader.state import Start
 from midepoch.pipeline.cursor import Cursor
@@ -79,7 +80,7 @@ class Pass(Resumable):
         self._loader, self._ledger, self._meter = loader, loader._ledger, loader._meter
         options = loader.options
         self._format = loader.pipeline.format or "torch" if options.collate_fn is None else "python"
-        warn_of_lightning()
+        check_surroundings(options)
         prepare(self._format)  # not in the time of the first batch
         self._begin(start)
 
@@ -263,16 +264,21 @@ class Pass(Resumable):
         if self._closed:
             return
         self._closed = True
+        if self.delivered and not self._over and self._loader._run.next is self.start:
+            self._leave()  # before any file is written: Python drops an interrupt that comes while a pass is collected
         if self._ledger is not None and self.delivered:
             self._ledger.leave()
-        if self.delivered and not self._over and self._loader._run.next is self.start:
-            self._leave()
         feed, self.feed = self.feed, None
         self._loader._leave(feed)
 
     def _leave(self) -> None:
         """Note that the end was not reached. If nothing is left for this rank, the next pass is the next epoch."""
         feed, loader = self.feed, self._loader
+        if self._start.looked and self.delivered == 1:
+            warn_once(
+                "iter(loader) was left after its first batch, again: a pass of one batch is a look, and the next one "
+                "begins with the same batch. next(loader) takes the next batch."
+            )
         if feed is not None and self._failure is None and feed.complete(self._since):
             if self._ledger is not None:
                 self._ledger.finish(feed.end)

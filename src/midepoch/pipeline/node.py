@@ -164,19 +164,20 @@ def rows_by_source(rows: Any, leaves: Sequence[Leaf], names: Sequence[str]) -> E
         number = names.index(source) if source in names else source
         if isinstance(number, bool) or not isinstance(number, int) or not 0 <= number < len(leaves):
             known = ", ".join([*map(repr, names)] or [f"0 to {len(leaves) - 1}"])
-            raise ValueError(f"exclude(rows=…): there is no source {source!r}. There are: {known}.")
-        found[number] = found[number].union(_rows(given, len(leaves[number].order.selection)))
+            raise ValueError(f"exclude(…): there is no source {source!r}. There are: {known}.")
+        owner = "the dataset" if len(leaves) == 1 else f"source {(names[number] if names else number)!r}"
+        found[number] = found[number].union(_rows(given, len(leaves[number].order.selection), owner))
     return tuple(found)
 
 
-def _rows(given: Any, count: int) -> Intervals:
+def _rows(given: Any, count: int, owner: str) -> Intervals:
     given = [given] if isinstance(given, int) else given
     numbers = given if isinstance(given, range) else np.asarray(given if hasattr(given, "dtype") else list(given))
     if not isinstance(numbers, range) and (numbers.ndim != 1 or (numbers.dtype.kind not in "iu" and len(numbers))):
         raise TypeError(f"exclude(rows=…) takes numbers of rows, got {given!r:.60}")
     if len(numbers) and not 0 <= min(numbers) <= max(numbers) < count:
         bad = min(numbers) if min(numbers) < 0 else max(numbers)
-        raise ValueError(f"exclude(rows=…): there is no row {bad}: the dataset has {count:,} rows.")
+        raise ValueError(f"exclude(…): there is no row {bad}: {owner} has {count:,} rows.")
     return Intervals.from_positions(numbers)
 
 

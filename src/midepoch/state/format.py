@@ -352,6 +352,9 @@ def excluded_from_json(value: Any, sources: int) -> tuple[Intervals, ...]:
     return tuple(found) if value else ()
 
 
+_OF_TORCHDATA = {"_index_sampler_state", "_snapshot", "_sampler_iter_state"}
+
+
 def parse(state: Any) -> Saved:
     """Return a state that was read. Raises StateError unless it is one."""
     if isinstance(state, Saved):
@@ -362,6 +365,11 @@ def parse(state: Any) -> Saved:
             remedy = "Read it first: json.loads(text), or use PipelineCheckpoint for a folder of checkpoints."
         raise StateError(f"expected a state dict as returned by state_dict(), got {brief(state)}. {remedy}")
     version = state.get(KEY)
+    if version is None and _OF_TORCHDATA.intersection(state):
+        raise StateError(
+            "this is a state of torchdata's StatefulDataLoader. Load it there, with the dataset in it, and change to "
+            "this loader between two epochs."
+        )
     if isinstance(version, bool) or not isinstance(version, int):
         raise StateError(
             f"this is not a state of midepoch: it has no integer under {KEY!r}, but: "

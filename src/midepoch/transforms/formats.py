@@ -259,7 +259,10 @@ def arrow_column(name: str, column: Any) -> pa.Array:
     try:
         return pa.array(plain_values(column))
     except (pa.ArrowException, TypeError, ValueError) as problem:
-        raise MapError(f"column {name!r} made by a map cannot become an Arrow column: {problem}") from None
+        raise MapError(
+            f"column {name!r} made by a map cannot become an Arrow column: {problem}. Return numbers, texts, bytes, or "
+            "lists, arrays and dicts of them, such as numpy.asarray(image)."
+        ) from None
 
 
 def _array(name: str, column: Any, kind: str, batch: Batch, allocate: Allocate | None = None) -> Any:

@@ -231,6 +231,8 @@ def _remedy(problem: Exception, row: Any, call: Function) -> str:
         and "pyarrow.lib" in str(problem)
     ):
         return ". After with_format('arrow') a function gets tables: use pyarrow.compute, or call with_format after it."
+    if call.with_generator and "numpy.random" in str(problem) and "torch" in str(problem):
+        return '. For a generator of torch, pass with_generator="torch".'
     if (call.with_indices or call.with_generator) and _EXTRA_FIRST.search(str(problem)):
         return ". The row is the first argument; its number or its generator is the second."
     if isinstance(problem, (TypeError, AttributeError)) and not batched and "NoneType" in str(problem):

@@ -17,7 +17,7 @@ from midepoch.errors import ColumnError, MapError
 from midepoch.transforms.batch import Batch, check_columns
 from midepoch.transforms.context import ContextSlice, pad_for, round_up
 from midepoch.transforms.formats import Allocate, present, room
-from midepoch.transforms.packing import NumberLists
+from midepoch.transforms.packing import NumberLists, nested
 
 LAYOUTS = ("padded", "varlen")
 MASK = "attention_mask"
@@ -84,7 +84,8 @@ class Layout:
         found = {name: NumberLists.of(name, column, batch.rows, _ADVICE) for name, column in columns.items()}
         first = found[self.column]
         if first is None:
-            raise ColumnError(f"{self.kind} layout: column {self.column!r} does not contain lists of numbers.")
+            text = f"{self.kind} layout: column {self.column!r} does not contain lists of numbers."
+            raise ColumnError(f"{text} {nested(columns[self.column])}".rstrip())
         tokens = {}
         for name, each in found.items():
             if each is None:

@@ -184,7 +184,7 @@ class Map(Function):
             return TableColumns.of(result, batched=self.batched)
         if not isinstance(result, Mapping):
             kind, many = type(result).__name__, isgenerator(result)
-            remedy = ". Return one dict, or use flat_map for several rows of one" if many else ""
+            remedy = ". Return one dict, or use flat_map for several rows of one" if many else ", not {'name': value}"
             raise MapError(f"the function must return a dict of columns or None, it returned {kind}{remedy}")
         return result
 

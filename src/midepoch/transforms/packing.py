@@ -199,6 +199,14 @@ class PackSpec:
         return {self.column: self.pad, **self.extra}
 
 
+def nested(column: Any) -> str:
+    """Return what to do about lists of lists, or "" if a column has none."""
+    kind = str(getattr(column, "type", ""))
+    if not re.search(r"list.*list", kind) and not any(np.ndim(value) > 1 for value in column[:1]):
+        return ""
+    return "A tokenizer that is called with one text returns one list: omit return_tensors=…."
+
+
 @dataclass(frozen=True)
 class Documents:
     """Tokens of documents one after the other, in one or more columns of equal lengths.
@@ -224,9 +232,7 @@ class Documents:
             lists = NumberLists.of(name, columns[name], rows, _ADVICE, spec.dtype if name == spec.column else None)
             if lists is None:
                 kind = getattr(columns[name], "type", "of other values")
-                remedy = TOKENIZE_FIRST
-                if re.search(r"list.*list", str(kind)) or any(np.ndim(value) > 1 for value in columns[name][:1]):
-                    remedy = "A tokenizer that is called with one text returns one list: omit return_tensors=…."
+                remedy = nested(columns[name]) or TOKENIZE_FIRST
                 raise ColumnError(f"pack: column {name!r} is {kind}, not lists of numbers. {remedy}")
             masked = [IGNORED] if spec.mask_first and name == LABELS else []
             _check_fits(name, lists.values, [pad, *([spec.eos] if name == spec.column else masked)])

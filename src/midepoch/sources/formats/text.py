@@ -49,6 +49,7 @@ from midepoch.storage.stores import Entry, Store
 
 _log = logging.getLogger("midepoch")
 _HEADER = 1 << 20
+_NUMBER = re.compile(r"[-+]?\d+(\.\d+)?")
 
 
 class CsvFormat(Format):
@@ -75,7 +76,7 @@ class CsvFormat(Format):
                 f"{store.name(entry.path)}: its only column would be {names[0]!r:.60}. Pass delimiter={other!r}, or "
                 f"delimiter={delimiter!r} if that is its name."
             )
-        if any(name.isdecimal() for name in names):
+        if any(map(_NUMBER.fullmatch, names)):
             _log.warning(
                 "%s: its first row, %s, is used as names of columns. If that is a row, add a header to the file.",
                 store.name(entry.path),

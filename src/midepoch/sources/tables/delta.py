@@ -101,7 +101,10 @@ def find_version(store: Store, path: str, uri: str, options: Mapping[str, str], 
             if match is not None and (match[2] == "json" or int(match[1]) not in found):
                 found[int(match[1])] = entry
         if not found:
-            raise DataNotFoundError(f"{name} is not a Delta table: there is no {LOG} with versions. Check the path.")
+            raise DataNotFoundError(
+                f"{name} is not a Delta table: there is no {LOG} with versions. Check the path, or open its files with "
+                "from_files."
+            )
         version = max(found) if version is None else version
         if version not in found:
             raise DataNotFoundError(
