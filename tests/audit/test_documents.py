@@ -133,9 +133,8 @@ def test_rows_that_are_not_packed(world: int, files: list[str], tmp_path: Path) 
         expected = [
             (rank, int(source), int(row))
             for rank, batches in enumerate(seen)
-            for source, row, padding in zip(
-                *(batches[step - 1][name] for name in ("source", "row", "is_padding")), strict=True
-            )
+            for batch in [batches[step - 1]]
+            for source, row, padding in zip(*batch["doc_ids"].values(), batch["is_padding"], strict=True)
             if not padding
         ]
         found = run.documents_of_step(step)

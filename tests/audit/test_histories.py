@@ -456,3 +456,84 @@ def test_documents_of_packed_sources_are_counted_once(kind: str, tmp_path: Path)
         epoch = read_run(folder).epochs[0]
         assert epoch.once - epoch.filtered == len(documents) and epoch.dropped >= 0, (lanes, steps, epoch)
         assert epoch.rows == epoch.once + epoch.dropped + epoch.pending
+
+
+@pytest.mark.parametrize("kind", ["rows", "filter"])
+def test_a_state_of_a_rank_that_was_ahead_is_lost_also_beside_a_branch_that_has_its_steps(
+    kind: str, tmp_path: Path
+) -> None:
+    """A state names its branch: an equal one was saved in another branch, in which all ranks had delivered it."""
+
+    def ranks(start: str, state: Any = None) -> list[midepoch.Loader]:
+        ds = shuffled(24) if kind == "rows" else not_3(25, lanes=1)
+        loaders = [
+            ds.loader(2, rank=rank, world_size=2, last_batch="uneven", audit=Ledger(tmp_path, attempt=start))
+            for rank in range(2)
+        ]
+        for loader in loaders if state is not None else ():
+            loader.load_state_dict(state)
+        return loaders
+
+    def take(loaders: list[midepoch.Loader], *steps: int) -> None:
+        for loader, count in zip(loaders, steps, strict=True):
+            for _ in range(count):
+                next(loader)
+
+    whole = ranks("1")
+    take(whole, 2, 2)
+    early = whole[0].state_dict()
+    take(whole, 3, 3)
+    late = whole[0].state_dict()  # all ranks have delivered these five steps
+    back = ranks("2", early)
+    take(back, 3, 1)
+    ahead = back[0].state_dict()  # of which rank 1 has delivered three
+    assert {**ahead, "more": []} == {**late, "more": []}
+    for number, (state, exact) in enumerate(((late, True), (ahead, False)), start=3):
+        list(ranks(str(number), state)[0])
+        run = read_run(tmp_path)
+        assert run.exact == exact, (state, run.epochs)
+
+
+def test_a_state_that_is_saved_before_a_step_is_of_the_branch_that_it_continues(tmp_path: Path) -> None:
+    first = shuffled(24).loader(2, audit=Ledger(tmp_path, attempt="1"))
+    assert not dict(first.state_dict()["more"])
+    for _ in range(3):
+        next(first)
+    state = first.state_dict()
+    (branch,) = dict(state["more"])["branches"]
+    second = shuffled(24).loader(2, audit=Ledger(tmp_path, attempt="2"))
+    second.load_state_dict(state)
+    assert second.state_dict() == state
+    next(second)
+    assert dict(second.state_dict()["more"])["branches"] not in ([branch], [])
+    third = shuffled(24).loader(2)
+    third.load_state_dict(second.state_dict())
+    assert not dict(third.state_dict()["more"])  # without a ledger there are no branches
+
+
+def test_a_run_with_ranks_at_different_steps_comes_back_to_a_branch(tmp_path: Path) -> None:
+    """Rank 1 has a step more of the first epoch. Which state it was, the units of each rank tell."""
+
+    def ranks(start: str, world: int) -> list[midepoch.Loader]:
+        ds = not_3(23, lanes=2)
+        return [
+            ds.loader(2, rank=rank, world_size=world, last_batch="uneven", audit=Ledger(tmp_path, attempt=start))
+            for rank in range(world)
+        ]
+
+    first = ranks("1", 2)
+    assert len({len(list(loader)) for loader in first}) == 2
+    for loader in first:
+        next(loader)
+    early = [loader.state_dict() for loader in first]
+    for loader in first:
+        next(loader)
+        loader.state_dict()
+    for start in ("2", "3"):
+        (alone,) = ranks(start, 1)
+        alone.load_state_dict(early)
+        next(alone)
+        if start == "3":
+            list(alone)
+    run = read_run(tmp_path)
+    assert run.exact and [epoch.once for epoch in run.epochs] == [23, 23], run.epochs

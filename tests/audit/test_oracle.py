@@ -124,7 +124,7 @@ class Model:
     def _moved(self, states: list[Any]) -> list[Any]:
         """Return states some rows ahead of all that was delivered."""
         ahead = self.reached + int(self.draw.integers(1, 6))
-        if states[0]["more"] or not states[0]["position"] < ahead < ROWS:
+        if dict(states[0]["more"]).keys() - {"branches"} or not states[0]["position"] < ahead < ROWS:
             return states
         self.fault = "lost"
         return [{**one, "position": ahead, "cursor": [[0, ahead]]} for one in states]

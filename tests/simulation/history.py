@@ -214,7 +214,7 @@ class History:
         model = Weights() if plan.has_model else None
         taker: Taker = Leases(self, loader, rank) if "lease" in plan.features else Batches(self, loader, rank)
 
-        saves = count(1)
+        saves, by_steps = count(1), {"lease", "steps_per_epoch"} <= {*plan.features}
 
         def save() -> None:
             if saver is None:
@@ -229,8 +229,9 @@ class History:
             try:
                 saver.save(loader, model, step=step, metadata={"mark": name}, rng=False)
                 self.durable = max(self.durable, mark.order)
-            except CheckpointSaveError:
-                if not start.tolerant:
+            except CheckpointSaveError as problem:
+                apart = by_steps and "one state cannot hold both" in str(problem)  # in different epochs of the data
+                if not (start.tolerant or apart):
                     raise
 
         def edit() -> None:
@@ -257,7 +258,8 @@ class History:
                 raise
             over = has_batch and loader._run.cursor.epoch >= plan.epochs
             received = cluster.agree((has_batch, over))
-            if any(has for has, _ in received) and all(beyond for has, beyond in received if has):
+            beyond = any(has for has, _ in received) and all(beyond for has, beyond in received if has)
+            if beyond and (not by_steps or all(cluster.agree(loader._next_cursor().epoch >= plan.epochs))):
                 save()  # the epoch before was at its end, which was not known
                 return
             if not any(has for has, _ in received):

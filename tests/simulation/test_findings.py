@@ -78,6 +78,15 @@ def test_a_run_comes_back_to_the_end_of_an_epoch(simulator: Simulator) -> None:
     assert simulator.run(replace(PLAN, features=features, last="drop", starts=starts)).finding == ""
 
 
+def test_an_interrupt_while_a_sample_is_collected(simulator: Simulator) -> None:
+    """Python drops it. The pass was not noted as left then, so that the next one continued after the sample."""
+    fault = Fault("interrupt", 0, 1, "ledger", verb="truncate")
+    starts = (StartPlan(1, 3, every=1, looks=True, faults=(fault,)), StartPlan(1, 3, every=3))
+    plan = replace(PLAN, features=("exclude steps", "provenance"), pipeline="filter", last="drop", starts=starts)
+    outcome = simulator.run(plan)
+    assert outcome.finding == "" and "interrupt at truncate" in outcome.report()
+
+
 def test_a_sync_that_failed_and_a_loss_of_power_leave_the_checkpoint_that_was_saved_before(
     simulator: Simulator,
 ) -> None:

@@ -76,7 +76,7 @@ def new_file(folder: Path, attempt: str, shard: Shard, stream: str) -> tuple[str
 
     Starts are numbered by the files in the folder, not by clocks, which differ between machines.
     """
-    mark = hashlib.blake2b(attempt.encode(), digest_size=5).hexdigest()
+    mark = _mark_of(attempt)
     known = [(*found, path) for path in folder.glob(f"*{SUFFIX}") if (found := numbered(path)) is not None]
     current = max((number for number, other, _ in known if other == mark), default=0)
     last = max((number for number, _, _ in known), default=0)
@@ -86,6 +86,10 @@ def new_file(folder: Path, attempt: str, shard: Shard, stream: str) -> tuple[str
         *_last([one for one in known if one[1] != mark], shard, stream),
     ]
     return f"{number:06}-{mark}-rank{shard.index:05}of{shard.count:05}-{secrets.token_hex(4)}{SUFFIX}", previous
+
+
+def _mark_of(attempt: str) -> str:
+    return hashlib.blake2b(attempt.encode(), digest_size=5).hexdigest()
 
 
 def _last(known: list[tuple[int, str, Path]], shard: Shard, stream: str) -> list[tuple[str, int]]:
@@ -196,6 +200,7 @@ class Ledger:
         """The steps whose cursors are not written yet, if positions cannot be computed."""
         self._journal: Journal | None = None
         self._how, self._passed = "fresh", False  # how the run comes to its next pass; True if one was begun
+        self._loads, self._moved = 0, False  # states loaded; True if a step was delivered since the last
         self._rows, self._beside, self._ends = ("", 0), False, False
         self._first = 0  # steps of the run before the pass
         self._gap = False  # True if the last pass could not be recorded
@@ -233,6 +238,19 @@ class Ledger:
             "MIDEPOCH_RUN_ID for all ranks, or pass audit=midepoch.audit.Ledger(folder, attempt=…)."
         )
 
+    @property
+    def _branch(self) -> str:
+        """The branch of the run, from a loaded state to the next: the same on all ranks of a start."""
+        return f"{_mark_of(self._attempt or '')}.{self._loads}"
+
+    @property
+    def _has_moved(self) -> bool:
+        return self._moved or self.counters[Count.STEPS] > 0
+
+    def branches(self, origins: Sequence[str]) -> Sequence[str]:
+        """Return the branches of a state that is saved now: before the first step, those of the one that was loaded."""
+        return (self._branch,) if self._has_moved else origins
+
     def begin(
         self,
         spec: PipelineSpec,
@@ -255,6 +273,7 @@ class Ledger:
         """
         shard, attempt = spec.shard, self._attempt_of(spec.shard)
         self._how = "loaded" if load else "on" if self.counters[Count.STEPS] else self._how
+        self._loads, self._moved = self._loads + load, not load and self._has_moved
         self._rows = (stream_name(spec, self.name), shard.index)
         self._first, self._ends = cursor.steps, until == UNKNOWN  # then the end is recorded when it is reached
         self.counters, self.due, self._passed = [0] * len(Count), 0.0, not load
@@ -278,6 +297,8 @@ class Ledger:
                 save_lengths(self.folder, spec, planning)
             header = PassHeader(
                 attempt=attempt,
+                branch=self._branch,
+                origins=spec.origins if load else (),
                 stream=self._rows[0],
                 order=order_name(spec),
                 name=self.name,

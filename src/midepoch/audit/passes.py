@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections import Counter, defaultdict
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -170,19 +169,19 @@ class Generation:
         common = min((one.steps for one in sharing if not one.finished), default=track.recorded)
         return min(common, track.recorded, track.recorded if most is None else most)
 
-    def saved_before(self, load: Generation) -> Iterator[Generation]:
-        """Yield the pass as it was when a state was saved which may be the one that was loaded later.
+    @property
+    def branches(self) -> set[str]:
+        """The branches of the run that its ranks were in."""
+        return {one.header.branch for one in self.of_rank.values()}
 
-        The steps of leases are not those of their states: any of them may be it, the n-th of every rank.
-        """
-        ranks = self.of_rank.items()
-        if self.leases:
-            for number in reversed(range(min(len(one.saves) for _, one in ranks))):
-                yield replace(self, of_rank={rank: one.until(*one.saves[number]) for rank, one in ranks})
-            return
-        steps = {rank: load.before - one.header.cursor.steps for rank, one in ranks}  # ranks may differ in lanes
-        if any(steps[rank] == saved for rank, one in ranks for saved, _ in one.saves):
-            yield replace(self, of_rank={rank: one.until(steps[rank]) for rank, one in ranks})
+    @property
+    def origins(self) -> set[str]:
+        """The branches in which the state was saved that was loaded, if they are known."""
+        return {branch for one in self.of_rank.values() for branch in one.header.origins}
+
+    def of(self, rank: int, record: Passed) -> Generation:
+        """Return the pass of one rank alone, by another record."""
+        return replace(self, of_rank={rank: record})
 
     def skipped(self, steps: int) -> int:
         """Return the rows that were skipped in the first steps."""

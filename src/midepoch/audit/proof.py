@@ -240,29 +240,78 @@ class History:
             here.lose(_cut_by(last, claim, self._run))
 
     def _continue_branch(self, load: Generation, claim: Claim) -> None:
-        """Replace the history by that of the branch in which a loaded state was saved, if the run had left it."""
-        now = self._branch()
+        """Replace the history by that of the branch in which a loaded state was saved, if the run had left it.
+
+        A state names its branch. If it claims other units than that has, it stays the branch, and they are lost.
+        """
+        now, origins = self._branch(), load.origins
         in_line = {one.key: one.kept_steps for one in self.kept} if not self._missing(load, claim) else {}
-        passes = [(branch, number) for branch in self._branches for number in range(len(branch.passes))]
+        passes = [
+            (branch, number)
+            for branch in self._branches
+            for number, one in enumerate(branch.passes)
+            if not origins or one.branches & origins
+        ]
         passes.reverse()  # the latest first, and those of the line before others
         passes.sort(key=lambda each: each[0].passes[each[1]].key not in in_line)
+        other: tuple[Branch, int, Generation] | None = None
         for branch, number in passes:
-            one = branch.passes[number]
-            for saved in one.saved_before(load):
-                self._restore(branch)
-                for before in (*branch.passes[:number], saved):
-                    self._count(before)
-                is_over = load.cursor.lanes_ended or load.shape.epoch > saved.shape.epoch
-                knows_end = not is_over or self._run.reached_end(saved)
-                if knows_end and self._is_at(load, claim):
-                    self.kept[-1], one.kept_steps = one, saved.most_steps
-                    if saved.most_steps <= in_line.get(one.key, 0):
-                        self._restore(now)
-                    for epoch, units in now.epochs.items():  # all deliveries of both branches are counted
-                        here = self.epochs.setdefault(epoch, EpochUnits())
-                        here.again = units.again + len(units.kept) - len(here.kept)
-                    return
+            saved = self._saved_in(branch.passes[number], load, claim)
+            if saved is None:
+                continue
+            self._take_up(branch, number, saved)
+            is_over = load.cursor.lanes_ended or load.shape.epoch > saved.shape.epoch
+            knows_end = not is_over or self._run.reached_end(saved)
+            if knows_end and self._is_at(load, claim):
+                if saved.most_steps <= in_line.get(branch.passes[number].key, 0):
+                    self._restore(now)
+                self._count_again(now)
+                return
+            other = other or (branch, number, saved)
+        if other is not None and origins:
+            self._take_up(*other)
+            self._count_again(now)
+            return
         self._restore(now)
+
+    def _saved_in(self, one: Generation, load: Generation, claim: Claim) -> Generation | None:
+        """Return a pass as it was when a loaded state may have been saved, or None.
+
+        Ranks with leases, or with lanes of their own, may be at different steps: on each, the units tell.
+        """
+        ranks = one.of_rank.items()
+        if not (one.leases or one.in_lanes):
+            steps = load.before - one.before
+            found = any(min(steps, record.steps) == saved for _, record in ranks for saved, _ in record.saves)
+            return replace(one, of_rank={rank: record.until(steps) for rank, record in ranks}) if found else None
+
+        def matches(rank: int, steps: int, stop: int | None = None) -> bool:
+            record = one.of_rank[rank]
+            whole, part = (delivered_by(one.of(rank, each), self._run) for each in (record, record.until(steps, stop)))
+            return part == whole.intersection(claim.done)
+
+        saves = {rank: next((s for s in reversed(one.saves) if matches(rank, *s)), None) for rank, one in ranks}
+        if not (matched := [save for save in saves.values() if save is not None]):
+            return None
+        # A rank may have saved none of its own: of a lane that it shares, or before its first lease.
+        other = (0, 0) if one.leases else (max(matched)[0], None)
+        if any(save is None and not matches(rank, *other) for rank, save in saves.items()):
+            return None
+        return replace(one, of_rank={rank: record.until(*(saves[rank] or other)) for rank, record in ranks})
+
+    def _take_up(self, branch: Branch, number: int, saved: Generation) -> None:
+        """Replace the history by that of a branch up to a pass, of which only a part counts."""
+        one = branch.passes[number]
+        self._restore(branch)
+        for before in (*branch.passes[:number], saved):
+            self._count(before)
+        self.kept[-1], one.kept_steps = one, saved.most_steps
+
+    def _count_again(self, now: Branch) -> None:
+        """Count all deliveries of the history that was replaced."""
+        for epoch, units in now.epochs.items():
+            here = self.epochs.setdefault(epoch, EpochUnits())
+            here.again = units.again + len(units.kept) - len(here.kept)
 
     def _is_at(self, load: Generation, claim: Claim) -> bool:
         """Return True if the history has what a loaded state claims to be done, and not more."""

@@ -32,7 +32,7 @@ from midepoch.order.intervals import EMPTY, Intervals
 from midepoch.pipeline.cursor import Cursor
 from midepoch.state.format import cursor_from_json, cursor_to_json, excluded_from_json
 
-VERSION = 5
+VERSION = 6
 SUFFIX = ".ledger"
 HEADER, MARK, SKIPPED, OVER, ACKED, RETURNED = b"pass", b"mark", b"skip", b"over", b"acks", b"back"
 SAVED = b"save"
@@ -224,6 +224,10 @@ class PassHeader:
     """The first record of a pass, or the record that a state was loaded."""
 
     attempt: str
+    branch: str
+    """The branch of the run: from a state that was loaded to the next."""
+    origins: Sequence[str]
+    """The branches in which the state was saved that was loaded, if they are known."""
     stream: str
     order: str
     name: str

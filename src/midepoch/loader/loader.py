@@ -309,7 +309,8 @@ class Loader(Resumable):
         leased = [] if own is None else own.to_json()
         if tracker is not None and self._options.context_rank:
             leased.append(["context_rank", self._options.context_rank])
-        return states.save(self.pipeline, cursor, "" if planning is None else planning.budget.text, leased)
+        branches = () if self._ledger is None else self._ledger.branches(self.pipeline.origins)
+        return states.save(self.pipeline, cursor, "" if planning is None else planning.budget.text, leased, branches)
 
     def load_state_dict(self, state: Any, *, allow: Collection[str] = ()) -> None:
         """Continue from a state, or from the list of the states of all ranks.

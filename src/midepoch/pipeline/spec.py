@@ -102,6 +102,8 @@ class PipelineSpec:
     """Outputs of the last epoch that was iterated to its end."""
     excluded: Excluded = ()
     """Rows that are not delivered."""
+    origins: tuple[str, ...] = ()
+    """The branches of the run in which the state was saved that was loaded, if a ledger recorded them."""
     global_seed: int | None = None
     """The seed of the global random generators while functions run, once it is drawn."""
 

@@ -35,7 +35,7 @@ from midepoch.state.format import (
 )
 from midepoch.state.matching import CHECKED, Matched
 
-OF_POSITION = {"epoch", "position", "first", "cursor", "worker", "round", "batch", "leased", *OF_ONE_RANK}
+OF_POSITION = {"epoch", "position", "first", "cursor", "worker", "round", "batch", "leased", "branches", *OF_ONE_RANK}
 
 
 def check_alike(states: Sequence[Saved], free: set[str], what: str) -> None:
@@ -281,10 +281,13 @@ class Resumed:
     """(shard, shards) of a state that is valid for one shard only."""
 
 
-def save(spec: PipelineSpec, cursor: Cursor, budget: str = "", leased: Sequence[Any] = ()) -> dict[str, Any]:
+def save(
+    spec: PipelineSpec, cursor: Cursor, budget: str = "", leased: Sequence[Any] = (), branches: Sequence[str] = ()
+) -> dict[str, Any]:
     """Return the state of a pipeline at a cursor.
 
     ``budget``: that of batches by tokens, if it counts them. ``leased``: what one of several ranks has acknowledged.
+    ``branches``: of the run, by its ledger.
     """
     state = {
         KEY: VERSION,
@@ -307,6 +310,7 @@ def save(spec: PipelineSpec, cursor: Cursor, budget: str = "", leased: Sequence[
         "groups": spec.groups,
         "epoch_outputs": spec.epoch_outputs,
         "leased": leased,
+        "branches": [*branches],
     }
     state["more"] = [[name, value] for name, value in more.items() if value]
     if spec.global_seed is not None:
@@ -337,6 +341,7 @@ def load(state: Any, spec: PipelineSpec, allow: Collection[str] = (), planning: 
         changes=tuple(changes[-_KEPT:]),
         excluded=excluded_from_json(one["excluded"], len(node.leaves)),
         epoch_outputs=max(each["epoch_outputs"] for each in states),
+        origins=tuple(dict.fromkeys(str(branch) for each in states for branch in each["branches"])),
         global_seed=spec.global_seed if one["global_seed"] is None else one["global_seed"],
     )
     if one.in_lanes:
