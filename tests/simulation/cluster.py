@@ -1,4 +1,4 @@
-"""The scheduler: ranks as greenlets, a clock, and a launcher that kills what is left of a start.
+"""The scheduler: ranks and their threads as greenlets, a clock, and a launcher that kills what is left of a start.
 
 Every operation of the simulated disk and store passes ``Cluster.operation``. There a rank may be switched, killed,
 interrupted, or given an error. A rank that is dead has no effect on anything: its cleanup runs, and changes nothing.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import random
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
@@ -53,14 +54,21 @@ class Fault:
 
 
 @dataclass(eq=False)
+class Task:
+    """A thread of a process. The first one is that of its program."""
+
+    body: greenlet.greenlet
+    wake: float = 0.0
+
+
+@dataclass(eq=False)
 class Rank:
     """A process of a start."""
 
     pid: int
     number: int
-    main: greenlet.greenlet
+    tasks: list[Task] = field(default_factory=list)
     alive: bool = True
-    wake: float = 0.0
     operations: dict[tuple[str, str], int] = field(default_factory=dict)
     passes: int = 0
     made: dict[str, int] = field(default_factory=dict)
@@ -93,6 +101,12 @@ class Cluster:
         """The rank that runs, or None outside of a start."""
         return getattr(greenlet.getcurrent(), "rank", None)
 
+    @property
+    def task(self) -> Task:
+        """The thread that runs."""
+        task: Task = greenlet.getcurrent().task  # type: ignore[attr-defined]
+        return task
+
     def run(self, mains: list[Callable[[], None]], faults: list[Fault]) -> list[Rank]:
         """Run a start to its end. Its ranks are dead afterwards."""
         self.faults, self.power_lost, self.turns, self._struck = list(faults), False, 0, list[Fault]()
@@ -102,9 +116,10 @@ class Cluster:
         while living := [rank for rank in self.ranks if rank.alive]:
             if len(living) < len(self.ranks) and any(rank.problem is not None for rank in self.ranks):
                 mercy = self.random.choice((0, 3, 40, 400)) if mercy is None else mercy - 1
-            ready = [rank for rank in living if rank.wake <= self.monotonic]
+            tasks = [task for rank in living for task in rank.tasks]
+            ready = [task for task in tasks if task.wake <= self.monotonic]
             if not ready:
-                soonest = min(rank.wake for rank in living)
+                soonest = min(task.wake for task in tasks)
                 if soonest == float("inf") and mercy is None:
                     raise HangError("all ranks wait for each other")
                 mercy = 0 if soonest == float("inf") else mercy
@@ -118,7 +133,10 @@ class Cluster:
                 raise HangError(f"{MOST_TURNS} turns of the scheduler")
             if ready:
                 self.monotonic += 0.0005
-                self.random.choice(ready).main.switch()
+                self.random.choice(ready).body.switch()
+                for rank in living:
+                    if not rank.alive and rank.tasks:  # a thread has died, or is left over
+                        self._kill(rank)
         if self.power_lost:
             self.on_power_loss()
         return self.ranks
@@ -137,15 +155,31 @@ class Cluster:
                 rank.alive = False
                 self.on_death(rank)
 
-        rank = Rank(self.pids, number, greenlet.greenlet(body))
-        rank.main.rank = rank
+        rank = Rank(self.pids, number)
+        self.begin(rank, body)
         return rank
 
+    def begin(self, rank: Rank, action: Callable[[], None]) -> None:
+        """Begin a thread of a process."""
+
+        def body() -> None:
+            with suppress(Killed):  # its process ends
+                action()
+            rank.tasks.remove(task)
+
+        task = Task(greenlet.greenlet(body, self._hub))
+        task.body.rank, task.body.task = rank, task
+        rank.tasks.append(task)
+
     def _kill(self, rank: Rank) -> None:
-        rank.alive, rank.problem = False, Killed()
-        self.on_death(rank)
-        if rank.main:  # begun, and not over
-            rank.main.throw(Killed())
+        if rank.alive:
+            rank.alive = False
+            self.on_death(rank)
+        rank.problem = rank.problem or Killed()
+        for task in [*rank.tasks]:
+            if task.body:  # begun, and not over
+                task.body.throw(Killed())
+        rank.tasks.clear()
 
     # What a rank calls
 
@@ -172,6 +206,8 @@ class Cluster:
     def _strike(self, fault: Fault, rank: Rank, name: str, reads: bool) -> Fault | None:
         full = fault.number == errno.ENOSPC and name.split()[0] not in ("create", "mkdir", "write", "allocate")
         if fault.kind == "error" and ((reads and not fault.reads) or full):
+            return None
+        if fault.kind == "interrupt" and self.task is not rank.tasks[0]:  # signals are for the main thread
             return None
         if fault not in self._struck:
             self._struck.append(fault)
@@ -214,7 +250,7 @@ class Cluster:
             return
         if not rank.alive:
             raise Killed
-        rank.wake = self.monotonic + seconds
+        self.task.wake = self.monotonic + seconds
         self.switch()
 
     def agree(self, value: Any) -> list[Any]:
@@ -226,9 +262,10 @@ class Cluster:
             self._result, self._arrived = self._arrived, {}
             self._generation += 1
             for other in self.ranks:
-                other.wake = self.monotonic
+                if other.tasks:
+                    other.tasks[0].wake = self.monotonic
         while generation == self._generation:
-            rank.wake = float("inf")
+            self.task.wake = float("inf")
             self.switch()
             if not rank.alive:
                 raise Killed

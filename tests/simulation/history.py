@@ -90,6 +90,8 @@ class History:
         self.ahead: tuple[int, Any, tuple[Entry, ...]] | None = None
         """A start that loads a state of a rank that was ahead of the others, and what was delivered before."""
         self._before = 0  # faults before this start
+        self._begun: dict[int, Mark | None] = {}
+        """By rank, the checkpoint that is saved in the background."""
 
     @property
     def steps(self) -> set[int]:
@@ -110,6 +112,7 @@ class History:
     def _run(self, number: int, start: StartPlan, *, is_last: bool) -> None:
         cluster = self.cluster
         self.site.begin_start(start.connected)
+        self._begun.clear()
         self.logs, self._before = [[] for _ in range(start.world)], len(cluster.happened)
         if (
             start.rots is not None
@@ -153,7 +156,9 @@ class History:
                 self._train(number, start, rank, loader, None, None)
                 return
             address = "sim://bucket/run" if plan.remote else str(self.folder / "checkpoint")
-            saver = PipelineCheckpoint(address, plan.keep, rank=rank, world_size=start.world, timeout=20.0)
+            saver = PipelineCheckpoint(
+                address, plan.keep, async_save=plan.in_background, rank=rank, world_size=start.world, timeout=20.0
+            )
             model = Weights() if plan.has_model else None
             step = saver.restore_latest(loader, model, rng=False)
             mark = "" if step is None else saver.metadata(step)["mark"]
@@ -177,9 +182,22 @@ class History:
                 step = loader.steps
             if start.looks and (start.world == 1 or (step or 0) < 2) and loader._next_cursor().epoch < plan.epochs:
                 self._look(loader)
-            self._train(number, start, rank, loader, saver, step)
+            with saver:
+                self._train(number, start, rank, loader, saver, step)
+                try:
+                    saver.wait()
+                    self._is_durable(rank, None)
+                except CheckpointSaveError:
+                    if not start.tolerant:
+                        raise
 
         return main
+
+    def _is_durable(self, rank: int, mark: Mark | None) -> None:
+        """Note that a checkpoint is saved. In the background, it is the one before."""
+        if self.plan.in_background:
+            self._begun[rank], mark = mark, self._begun.get(rank)
+        self.durable = max(self.durable, 0 if mark is None else mark.order)
 
     def _look(self, loader: midepoch.Loader) -> None:
         """Take a batch as a sample, and choose the epoch that comes anyway."""
@@ -228,8 +246,9 @@ class History:
                 model.value[:] = mark.weights
             try:
                 saver.save(loader, model, step=step, metadata={"mark": name}, rng=False)
-                self.durable = max(self.durable, mark.order)
+                self._is_durable(rank, mark)
             except CheckpointSaveError as problem:
+                self._begun.pop(rank, None)
                 apart = by_steps and "one state cannot hold both" in str(problem)  # in different epochs of the data
                 if not (start.tolerant or apart):
                     raise
@@ -300,6 +319,7 @@ class History:
         """Save when ranks are at different steps, which has to be refused."""
         try:
             saver.save(loader, step=step, metadata={"mark": "apart"}, rng=False)
+            saver.wait()
         except (MidepochError, OSError):
             return
         raise FindingError("a checkpoint of ranks at different steps was saved")

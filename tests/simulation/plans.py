@@ -66,6 +66,8 @@ class Plan:
     epochs: int
     edit_at: int
     has_model: bool = False
+    in_background: bool = False
+    """Checkpoints are saved by a thread."""
 
     @property
     def case(self) -> Case:
@@ -85,8 +87,8 @@ class Plan:
     def __str__(self) -> str:
         lines = [
             f"seed {self.seed}: {self.pipeline} with {', '.join(self.features) or 'no feature'}, last_batch="
-            f"{self.last!r}, {self.epochs} epochs, checkpoints {'in a store' if self.remote else 'on disk'}, keep="
-            f"{self.keep}, edited after step {self.edit_at}"
+            f"{self.last!r}, {self.epochs} epochs, checkpoints {'in a store' if self.remote else 'on disk'}"
+            f"{' in the background' * self.in_background}, keep={self.keep}, edited after step {self.edit_at}"
         ]
         for number, start in enumerate(self.starts):
             parts = [f"  start {number}: {start.world} ranks, batches of {start.size}, saves every {start.every} steps"]
@@ -161,7 +163,11 @@ def _with_habits(plan: Plan, draws: random.Random) -> Plan:
     if len({start.world for start in starts}) > 1 and draws.random() < 0.2 and not has("schedule"):
         starts[0] = replace(starts[0], world=4, size=1)
     rots = any(start.rots is not None for start in starts)
-    return replace(plan, pipeline=pipeline, keep=keep, starts=tuple(starts), has_model=rots or draws.random() < 0.1)
+    has_model = rots or draws.random() < 0.1
+    later = draws.random() < 0.1
+    return replace(
+        plan, pipeline=pipeline, keep=keep, starts=tuple(starts), has_model=has_model or later, in_background=later
+    )
 
 
 def _at_commits(draws: random.Random, start: StartPlan) -> tuple[Fault, ...]:

@@ -12,7 +12,7 @@ import pytest
 
 from midepoch.audit.ledger import Ledger
 from midepoch.audit.records import Count
-from midepoch.checkpoint import local, manifest, saving
+from midepoch.checkpoint import background, local, manifest, saving
 from midepoch.checkpoint.rendezvous import Leader
 from midepoch.checkpoint.store import Steps
 from midepoch.loader import leases, passes, state
@@ -276,6 +276,23 @@ def a_ledger_without_loads(patch: pytest.MonkeyPatch) -> None:
 
 
 @planted
+def a_save_in_the_background_of_values_that_change(patch: pytest.MonkeyPatch) -> None:
+    """The thread writes the arrays of the model itself, which trains on meanwhile."""
+    patch.setattr(background.Snapshots, "copy", lambda self, parts: (parts, {}))
+
+
+@planted
+def an_error_in_the_background_is_forgotten(patch: pytest.MonkeyPatch) -> None:
+    """The next call does not raise it, so that the run believes its checkpoint."""
+    real = background.Background.finish
+
+    def finish(self: background.Background) -> None:
+        real(self)
+
+    patch.setattr(background.Background, "finish", finish)
+
+
+@planted
 def an_answer_of_the_store_counts_as_failure(patch: pytest.MonkeyPatch) -> None:
     """The files of an attempt are removed although it became the step: an answer was lost, or a later request failed."""
 
@@ -313,7 +330,9 @@ SOON = {
     "a stale lock": 12,
     "a short write": 1,
     "a ledger that misses a step": 19,
-    "an answer of the store counts as failure": 74,
+    "an answer of the store counts as failure": 243,
+    "a save in the background of values that change": 96,
+    "an error in the background is forgotten": 74,
 }
 """A seed that finds each bug, tried before the others: most need several histories. Another draw of plans changes it."""
 

@@ -8,6 +8,7 @@ import mmap
 import os
 import secrets
 import shutil
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -15,11 +16,13 @@ from contextlib import contextmanager
 from pathlib import PosixPath
 from typing import Any
 
+from greenlet import getcurrent
+
 from midepoch.audit import journal, ledger, orders
-from midepoch.checkpoint import local, manager, manifest, remote, rendezvous, restoring, saving, store
+from midepoch.checkpoint import background, local, manager, manifest, remote, rendezvous, restoring, saving, store
 from midepoch.distributed import keyvalue
 from midepoch.loader import lanes, meter, passes
-from simulation.cluster import Cluster
+from simulation.cluster import Cluster, Task
 from simulation.disk import FIRST_NUMBER, Disk
 from simulation.store import Bucket, KeyValues, objects_of
 
@@ -42,6 +45,7 @@ class Site:
         self.complaints.clear()
         self.values = KeyValues() if connected else None
         manager._rendezvous.clear()
+        background._unfinished.clear()
         ledger._latest.clear()
         ledger._births.clear()
         rendezvous._process_started = self.cluster.time()
@@ -116,12 +120,19 @@ def _modules(site: Site) -> dict[str, Any]:
         "mmap": Module(mmap, mmap=lambda number, size, offset=0: Pages(site, number, size, offset)),
         "time": clock,
         "perf_counter": clock.perf_counter,
+        "threading": Module(
+            threading,
+            Thread=lambda target, name: Thread(site, target),
+            Lock=lambda: Lock(site),
+            get_ident=lambda: id(getcurrent()),
+        ),
         "secrets": Module(secrets, token_hex=lambda size=8: site.cluster.token(size)),
         "Path": _path_class(site),
     }
 
 
 _REPLACED: dict[Any, str] = {
+    background: "threading",
     local: "os fcntl secrets shutil time Path",
     store: "os",
     rendezvous: "time secrets",
@@ -194,6 +205,39 @@ def installed(site: Site) -> Iterator[Site]:
         gc.collect()  # finalizers close descriptors of the simulated disk
         for module, name, value in before:
             setattr(module, name, value)
+
+
+class Thread:
+    """A thread of the process that runs."""
+
+    def __init__(self, site: Site, target: Callable[[], None]) -> None:
+        self._site, self._target = site, target
+
+    def start(self) -> None:
+        rank = self._site.cluster.current
+        assert rank is not None
+        self._site.cluster.begin(rank, self._target)
+
+
+class Lock:
+    """A lock for which other threads wait."""
+
+    def __init__(self, site: Site) -> None:
+        self._site, self._held, self._waiting = site, False, list[Task]()
+
+    def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
+        cluster = self._site.cluster
+        if self._held and blocking and cluster.current is not None:  # a timeout may take longer than it says
+            self._waiting.append(cluster.task)
+            cluster.sleep(100.0)
+        was_free, self._held = not self._held, True
+        return was_free
+
+    def release(self) -> None:
+        self._held = False
+        for task in self._waiting:
+            task.wake = self._site.cluster.monotonic
+        self._waiting.clear()
 
 
 class Pages:

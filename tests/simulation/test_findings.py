@@ -87,6 +87,14 @@ def test_an_interrupt_while_a_sample_is_collected(simulator: Simulator) -> None:
     assert outcome.finding == "" and "interrupt at truncate" in outcome.report()
 
 
+def test_a_rank_without_a_batch_of_the_last_step_takes_a_sample(simulator: Simulator) -> None:
+    """It found none, and ``set_epoch`` began the epoch again: on this rank alone."""
+    ranks = StartPlan(3, 3, every=1, exit=Exit("preempt", 1))
+    plan = replace(PLAN, features=("exclude rows", "exclude steps"), pipeline="window")
+    plan = replace(plan, starts=(ranks, replace(ranks, every=5, looks=True, exit=None)))
+    assert simulator.run(plan).finding == ""
+
+
 def test_a_sync_that_failed_and_a_loss_of_power_leave_the_checkpoint_that_was_saved_before(
     simulator: Simulator,
 ) -> None:

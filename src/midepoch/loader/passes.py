@@ -204,7 +204,7 @@ class Pass(Resumable):
                 loader._compare(self.start, first=False)  # a pass also for this rank: others may have had a batch
             self._over = self.ended = True
             self._record_end(feed)
-            loader._finish(feed.end, rolled=self._start.rolled)
+            loader._finish(feed.end, rolled=self._start.rolled, looked=not self._made)
             return None
 
     def _may_roll(self, feed: Feed) -> bool:

@@ -120,7 +120,7 @@ def leave(state: RunState, start: Cursor, batches: int) -> RunState:
 
 
 def finish(state: RunState, end: Cursor, *, rolled: bool, looked: bool = False) -> RunState:
-    """Return the state at the end of an epoch. ``looked``: by a look at a batch that was the last one.
+    """Return the state at the end of an epoch. ``looked``: by a look at its last batch, or by one that found none.
 
     Until the next epoch is chosen or begun, the place is that after the last batch: choosing the finished epoch after a
     resume, as a loop that saves its own epoch number does, repeats nothing. An epoch that was rolled over to is
