@@ -1,6 +1,6 @@
 """A filesystem layer between a process and the kernel, by ptrace: it sees every call that changes a folder, in all
-threads and whatever library makes it, can stop the process for ever before the n-th, and can tell what a kill or a
-power loss at any moment would have left.
+threads and whatever library makes it, can stop the process for ever before the n-th or make it fail, and can tell what
+a kill or a power loss at any moment would have left.
 
 Linux on x86-64 only.
 """
@@ -21,7 +21,9 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-_TRACEME, _CONT, _SYSCALL, _SETOPTIONS, _SYSCALL_INFO = 0, 7, 24, 0x4200, 0x420E
+_TRACEME, _POKEUSER, _CONT, _SYSCALL, _SETOPTIONS, _SYSCALL_INFO = 0, 6, 7, 24, 0x4200, 0x420E
+_RAX, _ORIG_RAX = 80, 120
+"""Places of registers in the memory of a thread that ptrace shows."""
 _SYSGOOD, _CLONE, _EXITKILL = 1, 8, 0x100000
 _WALL = 0x40000000
 _AT_FDCWD = -100
@@ -37,8 +39,8 @@ _OTHERS = {
     328: "pwritev2",
     86: "link",
     265: "linkat",
-    285: "fallocate",
 }
+_MMAP, _FALLOCATE = 9, 285
 
 libc = ctypes.CDLL(None, use_errno=True)
 libc.ptrace.argtypes = [ctypes.c_long, ctypes.c_long, ctypes.c_void_p, ctypes.c_void_p]
@@ -56,6 +58,15 @@ class Op:
     data: bytes = b""
 
 
+@dataclass(frozen=True)
+class Failure:
+    """Calls that are not made: so many from the n-th on return an error."""
+
+    first: int
+    count: int
+    error: int
+
+
 @dataclass
 class Traced:
     """How it went: the calls that came through, and whether the process was stopped or ended by itself."""
@@ -63,6 +74,8 @@ class Traced:
     ops: list[Op] = field(default_factory=list)
     killed: bool = False
     code: int | None = None
+    calls: int = 0
+    """Calls on the folder, also those that failed."""
 
 
 def available() -> str | None:
@@ -75,12 +88,14 @@ def available() -> str | None:
     return None if os.waitpid(pid, 0)[1] == 0 else "ptrace is not allowed here"
 
 
-def traced(action: Callable[[], None], folder: Path, stop_before: int | None = None) -> Traced:
+def traced(
+    action: Callable[[], None], folder: Path, stop_before: int | None = None, failure: Failure | None = None
+) -> Traced:
     """Run an action in a fork under the tracer, until its end or before call number ``stop_before`` on the folder.
 
-    The action calls ``begin()`` where tracing shall start.
+    The action calls ``begin()`` where tracing shall start. With a ``failure``, mapping a file is a call, too.
     """
-    return _Tracer(forked(action), str(folder), stop_before).run()
+    return _Tracer(forked(action), str(folder), stop_before, failure).run()
 
 
 def forked(action: Callable[[], None]) -> int:
@@ -108,8 +123,9 @@ def begin() -> None:
 
 
 class _Tracer:
-    def __init__(self, pid: int, folder: str, stop_before: int | None) -> None:
-        self._pid, self._folder, self._stop_before = pid, folder, stop_before
+    def __init__(self, pid: int, folder: str, stop_before: int | None, failure: Failure | None) -> None:
+        self._pid, self._folder, self._stop_before, self._failure = pid, folder, stop_before, failure
+        self._refused: set[int] = set()  # threads whose call is not made
         self._waiting: dict[int, Op | None] = {}  # by thread: the call it is in
         self._begun = False
         self._count = 0
@@ -168,7 +184,17 @@ class _Tracer:
             self._waiting[tid] = op
             if op is not None:
                 self._count += 1
+                self.result.calls = self._count
+                fails = self._failure
+                if fails is not None and fails.first <= self._count < fails.first + fails.count:
+                    libc.ptrace(_POKEUSER, tid, _ORIG_RAX, -1)
+                    self._refused.add(tid)
                 return self._count != self._stop_before
+        elif kind == 2 and tid in self._refused:
+            assert self._failure is not None
+            self._refused.discard(tid)
+            self._waiting.pop(tid, None)
+            libc.ptrace(_POKEUSER, tid, _RAX, -self._failure.error)
         elif kind == 2:
             (returned,) = struct.unpack_from("<q", buffer.raw, 24)
             op = self._waiting.pop(tid, None)
@@ -211,6 +237,10 @@ class _Tracer:
             op = Op("remove", self._path(tid, None, a[0]))
         elif number == _UNLINKAT:
             op = Op("remove", self._path(tid, a[0], a[1]))
+        elif number == _FALLOCATE:
+            op = Op("allocate", self._of(tid, a[0]), offset=a[2] + a[3])
+        elif number == _MMAP and self._failure is not None:
+            op = Op("map", self._of(tid, a[4]) if ctypes.c_int(a[4] & 0xFFFFFFFF).value >= 0 else "")
         elif number in _OTHERS and (path := self._of(tid, a[0]) or self._of(tid, a[2])):
             raise AssertionError(f"{_OTHERS[number]} on {path}: the tracer does not know what that does")
         inside = op is not None and any(p == self._folder or p.startswith(self._folder + "/") for p in (op.path, op.to))
@@ -287,6 +317,9 @@ class Disk:
             node = self._get(op.path)
             del node["data"][op.offset :]
             node["data"].extend(bytes(op.offset - len(node["data"])))
+        elif op.what == "allocate":
+            data = self._get(op.path)["data"]
+            data.extend(bytes(max(0, op.offset - len(data))))
         elif op.what == "fsync":
             node = self._get(op.path)
             if node is not None and "now" in node:

@@ -231,7 +231,7 @@ def test_padding_provenance_mixing_and_selections() -> None:
     *_, last = ds.loader(5, last_batch="pad")
     assert last["is_padding"].tolist() == [False] * 3 + [True] * 2 and last["item"][1].tolist()[:3] == [20, 21, 22]
     (batch,) = ds.select([7, 3]).loader(2, provenance=True)
-    assert batch["row"].tolist() == [0, 1] and batch["item"][1].tolist() == [7, 3]
+    assert batch["doc_ids"]["row"].tolist() == [0, 1] and batch["item"][1].tolist() == [7, 3]
     other = midepoch.from_map_style(Made(lambda i: (torch.zeros(2), -i, "")))
     mixed = midepoch.mix([ds.shuffle(seed=1), other], [1, 1], seed=3)
     assert {item[1] > 0 for item in mixed} == {True, False}

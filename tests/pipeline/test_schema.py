@@ -318,5 +318,5 @@ def test_columns_that_are_delivered_must_agree(tmp_path: Path, step: Callable[[A
     for use in (lambda: mixed.loader(4), lambda: next(iter(mixed)), lambda: midepoch.mix([mixed, mixed]).loader(4)):
         with pytest.raises(ColumnError, match=match):
             use()
-    with pytest.raises(ColumnError, match="pack: no column 'stars'"):
+    with pytest.raises(ColumnError, match="pack: source 'web' of the mix: no column 'stars'"):
         mixed.pack(16, "stars")

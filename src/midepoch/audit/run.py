@@ -227,6 +227,13 @@ class Run:
             for one in self.generations
             if one.gaps
         ]
+        known = {branch for one in self.every for branch in one.branches}
+        problems += [
+            f"epoch {one.shape.epoch} after step {one.before:,}: the state that was loaded was saved in a part of the "
+            "run that is not recorded here. Rows counted as never may have been delivered"
+            for one in self._all
+            if one.is_load and one.origins and not one.origins & known and any(proof.never for proof in self.epochs)
+        ]
         if any(one.first.reused and one.missing for one in self.every):
             problems.append(
                 "several starts had the same name (MIDEPOCH_RUN_ID), and not all of their ranks can be separated: "

@@ -7,6 +7,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from os import PathLike, fspath
 from typing import TYPE_CHECKING, Any
@@ -23,7 +24,7 @@ from midepoch.checkpoint.stateful import check_saveable, fit, refuse_copies
 from midepoch.checkpoint.store import Steps, open_store
 from midepoch.distributed.keyvalue import run_identity
 from midepoch.distributed.world import World, find_world
-from midepoch.errors import CheckpointDamagedError, CheckpointNotFoundError
+from midepoch.errors import CheckpointDamagedError, CheckpointNotFoundError, MidepochError
 
 _log = logging.getLogger("midepoch")
 _rendezvous: Counter[tuple[str, str, int]] = Counter()  # of this process, by directory, purpose and rank
@@ -182,8 +183,9 @@ class PipelineCheckpoint:
         """Keep the steps of an earlier start, and warn, if this one restored nothing and saves a step before them."""
         if self._asked:
             return
-        self._asked = True
-        manifests, _ = self._steps.manifests()
+        self._asked, manifests = True, list[Manifest]()
+        with suppress(MidepochError, OSError):  # the save says what is wrong
+            manifests, _ = self._steps.manifests()
         if manifests and manifests[-1].step >= number:
             self._kept = frozenset((manifest.step, manifest.sequence) for manifest in manifests)
             if world.rank == 0:

@@ -12,7 +12,6 @@ import typer
 from midepoch.cli import common
 from midepoch.cli.data import Columns, Config, Data, Format, Scope, Split, Storage, Window, open_data, shuffled
 from midepoch.errors import ColumnError
-from midepoch.transforms.batch import check_columns
 
 if TYPE_CHECKING:
     from midepoch.dataset import Dataset
@@ -157,6 +156,7 @@ def peek(
     import numpy as np
 
     from midepoch.tools.contents import describe_media, feature_text, label_names
+    from midepoch.transforms.batch import check_columns
 
     chosen = [name for name, value in (("--position", position), ("--row", row), ("--where", where)) if value]
     if len(chosen) > 1 or (chosen[:1] not in ([], ["--position"]) and shuffle is not None):

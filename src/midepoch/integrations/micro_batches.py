@@ -164,7 +164,9 @@ def cut(batch: Any, size: int) -> list[Any]:
 
 
 def _documents(documents: Mapping[str, Any], first: int, size: int) -> dict[str, Any]:
-    """Return the documents of some sequences of a batch."""
+    """Return the documents of some rows or packed sequences of a batch."""
+    if BOUNDS not in documents:
+        return {name: column[first : first + size] for name, column in documents.items()}
     bounds = documents[BOUNDS][first : first + size + 1]
     begin, end = int(bounds[0]), int(bounds[-1])
     pieces = {name: column[begin:end] for name, column in documents.items() if name != BOUNDS}

@@ -118,7 +118,7 @@ def _tensors(table: DocumentTable, packed: bool) -> dict[str, Any]:
 def _part(whole: PieceTable, name: str, first: int, stop: int) -> Any:
     """Return a part of a column as a tensor. It is of a copy, since users may write to it.
 
-    A tensor of its own takes 3 µs, and one of many rows that are cut at once 1 µs.
+    A tensor of its own takes 3 µs, and one of many rows that are cut in one call 1 µs.
     """
     copies = whole.copies
     if name not in copies:

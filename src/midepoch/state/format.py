@@ -19,7 +19,7 @@ After three batches of 64 rows of a shuffled dataset it is::
   - ``excluded``: for each source its rows before the shuffle that are not delivered
   - ``groups``, ``epoch_outputs``, ``global_seed``
   - ``leased``: what one of several ranks has acknowledged (``midepoch.state.saved``)
-  - ``branches``: those of the run in which it was saved, as the ledger names them
+  - ``branches``: those of the run in which it was saved, as the ledger names them, with commas
 
 - ``worker``, ``workers``, ``shards``, ``round``, ``batch``, ``shard``: of a state that fits one process only.
 
@@ -142,7 +142,7 @@ _TYPES: dict[str, tuple[type, ...]] = {
     "epoch_outputs": (int,),
     "global_seed": (int, type(None)),
     "leased": (list,),
-    "branches": (list,),
+    "branches": (str,),
     "worker": (int,),
     "workers": (int,),
     "shards": (int,),
@@ -168,7 +168,7 @@ _DEFAULTS: dict[str, Any] = {
     "epoch_outputs": 0,
     "global_seed": None,
     "leased": [],
-    "branches": [],
+    "branches": "",
     "worker": 0,
     "workers": 0,
     "shards": 1,

@@ -310,7 +310,7 @@ def save(
         "groups": spec.groups,
         "epoch_outputs": spec.epoch_outputs,
         "leased": leased,
-        "branches": [*branches],
+        "branches": ",".join(branches),
     }
     state["more"] = [[name, value] for name, value in more.items() if value]
     if spec.global_seed is not None:
@@ -341,7 +341,7 @@ def load(state: Any, spec: PipelineSpec, allow: Collection[str] = (), planning: 
         changes=tuple(changes[-_KEPT:]),
         excluded=excluded_from_json(one["excluded"], len(node.leaves)),
         epoch_outputs=max(each["epoch_outputs"] for each in states),
-        origins=tuple(dict.fromkeys(str(branch) for each in states for branch in each["branches"])),
+        origins=tuple(dict.fromkeys(name for each in states for name in each["branches"].split(",") if name)),
         global_seed=spec.global_seed if one["global_seed"] is None else one["global_seed"],
     )
     if one.in_lanes:

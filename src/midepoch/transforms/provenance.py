@@ -85,7 +85,7 @@ class PieceTable:
 
     @cached_property
     def copies(self) -> dict[Any, Any]:
-        """What is made of the columns of all pieces for batches, by name. Users may write to it."""
+        """Tensors of the columns of all pieces, by name, of which batches get parts. Users may write to them."""
         return {}
 
 
