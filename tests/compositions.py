@@ -153,7 +153,10 @@ class Case:
     def rows(self, batch: Any) -> list[Output]:
         """Return the outputs of a batch, without padding."""
         if "micro-batches" in self.features and len(batch["id"]) % 2 == 0:
-            batch = {name: torch.cat([part[name] for part in cut(batch, 2)]) for name in batch}
+            parts = cut(batch, 2)
+            names = [part.pop("doc_ids", {}) for part in parts]
+            batch = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+            batch["doc_ids"] = {name: torch.cat([part[name] for part in names]) for name in names[0]}
         column = "input_ids" if self.pipeline == "pack" else "id"
         found = [np.asarray(each).reshape(-1).tolist() for each in batch[column]]
         real = _real(batch, len(found))

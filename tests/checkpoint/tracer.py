@@ -76,6 +76,8 @@ class Traced:
     code: int | None = None
     calls: int = 0
     """Calls on the folder, also those that failed."""
+    refused: int = 0
+    """Those that were not made."""
 
 
 def available() -> str | None:
@@ -194,6 +196,7 @@ class _Tracer:
             assert self._failure is not None
             self._refused.discard(tid)
             self._waiting.pop(tid, None)
+            self.result.refused += 1
             libc.ptrace(_POKEUSER, tid, _RAX, -self._failure.error)
         elif kind == 2:
             (returned,) = struct.unpack_from("<q", buffer.raw, 24)
