@@ -102,7 +102,7 @@ function sources(run) {
     if (w > 7 * one.name.length + 12) node.append(label(at + 6, 18, one.name, "start", on(k)));
     at += w;
   });
-  const head = ["source", "share of the rows", weighted ? (now.phase == null ? "weight" : "weight in this phase") : null, "rows consumed", "rows of it", again ? "times iterated" : null];
+  const head = ["source", "share of the rows", weighted ? (now.phase == null ? "weight" : "weight in this phase") : null, "rows drawn", "rows of it", again ? "times iterated" : null];
   return el("div", { id: "sources" }, el("h3", {}, `Sources in epoch ${now.epoch}`), node, legend(now.sources.map((one, k) => [one.name, "box", k])),
     table("source-table", head.filter(Boolean), now.sources.map(one => [one.name, one.share == null ? "" : percent(one.share), weighted ? (one.weight == null ? "" : percent(one.weight)) : null,
       number(one.consumed), number(one.rows), again ? figure(one.consumed / one.rows) : null].filter(value => value != null))),
