@@ -901,3 +901,22 @@ def test_rows_with_which_a_mix_would_end_inside_of_a_window_in_progress_are_refu
         came += [batch["id"][0] for batch in batches]
         assert {row for row in came if row < 20} == set(range(17)) - {whole[last]}, f"after step {steps}"
     assert 0 < refused < 8
+
+
+@pytest.mark.parametrize("filtered", [False, True])
+@pytest.mark.parametrize("epoch", [0, 1])
+def test_steps_that_are_excluded_before_an_epoch_are_left_out_also_after_set_epoch(filtered: bool, epoch: int) -> None:
+    """A loop calls ``set_epoch`` before each pass, and the exclusion was forgotten."""
+    ds = midepoch.from_dict({"id": list(range(24))}).shuffle(seed=1)
+    ds = ds.filter(lambda row: row["id"] != 3) if filtered else ds
+    whole, loader = ds.loader(4), ds.loader(4)
+    whole.set_epoch(epoch)
+    expected = [batch["id"].tolist() for batch in whole]
+    for _ in range(epoch):
+        list(loader)
+    first = loader.steps
+    loader.exclude(steps=[first + 2])
+    loader.set_epoch(epoch)
+    assert [batch["id"].tolist() for batch in loader] == [expected[0], *expected[2:]]
+    loader.set_epoch(epoch)
+    assert len(list(loader)) == len(expected)  # the exclusion was for the steps that are over

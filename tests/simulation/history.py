@@ -230,7 +230,11 @@ class History:
     ) -> None:
         plan, cluster, step = self.plan, self.cluster, restored or 0
         model = Weights() if plan.has_model else None
-        taker: Taker = Leases(self, loader, rank) if "lease" in plan.features else Batches(self, loader, rank)
+        taker: Taker = (
+            Leases(self, loader, rank)
+            if "lease" in plan.features
+            else Batches(self, loader, rank, chooses=start.chooses)
+        )
 
         saves, by_steps = count(1), {"lease", "steps_per_epoch"} <= {*plan.features}
 
@@ -336,13 +340,15 @@ def _ends(ranks: list[Rank]) -> str:
 class Batches:
     """Plain iteration, pass after pass."""
 
-    def __init__(self, history: History, loader: midepoch.Loader, rank: int) -> None:
-        self._history, self._loader, self._rank = history, loader, rank
+    def __init__(self, history: History, loader: midepoch.Loader, rank: int, *, chooses: bool) -> None:
+        self._history, self._loader, self._rank, self._chooses = history, loader, rank, chooses
         self._pass: Iterator[Any] | None = None
 
     def take(self, step: int) -> bool:
         """Take a batch. Returns False at the end of the pass."""
         if self._pass is None:
+            if self._chooses:
+                self._loader.set_epoch(self._loader.epoch)
             self._pass = iter(self._loader)
         for batch in self._pass:
             self._history.log(self._rank, step, self._loader._run.cursor.epoch, batch)

@@ -21,6 +21,7 @@ def judge(history: History) -> None:
         _check_accused(history)
         return
     _check_log(history)
+    _check_sizes(history)
     _check_ledger(history)
     _check_files(history)
 
@@ -62,6 +63,19 @@ def _check_log(history: History) -> None:
             most = max(start.world * (3 if "sizes by step" in plan.features else start.size) for start in plan.starts)
             if sum(lost.values()) >= most:
                 raise FindingError(f"epoch {epoch}: {sum(lost.values())} rows dropped, a global batch has {most}")
+
+
+def _check_sizes(history: History) -> None:
+    """With ``last_batch="drop"``, all batches are full."""
+    plan, sizes = history.plan, {start.size for start in history.plan.starts}
+    if plan.last != "drop" or len(sizes) > 1 or _OTHER_SIZES.intersection(plan.features):
+        return
+    for entry in history.entries:
+        if len(entry.outputs) != next(iter(sizes)):
+            raise FindingError(f"step {entry.step}, rank {entry.rank}: {len(entry.outputs)} outputs in a batch")
+
+
+_OTHER_SIZES = {"tokens, planned", "tokens at run time", "sizes by step", "schedule"}
 
 
 def _check_excluded(history: History) -> None:

@@ -33,7 +33,8 @@ class StartPlan:
 
     ``tolerant``: training continues after a checkpoint that could not be saved. ``connected``: ranks share a key-value
     store. ``older``: the checkpoint that is restored, as a share of those that are there, or None for the latest.
-    ``looks``: a batch is taken as a sample before training, and ``set_epoch`` called. ``rots``: before it, a bit of a
+    ``looks``: a batch is taken as a sample before training, and ``set_epoch`` called. ``chooses``: ``set_epoch`` is called
+    before each pass, as many loops do. ``rots``: before it, a bit of a
     file of the latest checkpoint has changed, at this share of its bytes. ``drifts``: at its second save, one rank has
     taken a batch more than the others. ``foolish``: then the next start loads the state of that rank: rows are lost.
     """
@@ -47,6 +48,7 @@ class StartPlan:
     connected: bool = False
     older: float | None = None
     looks: bool = False
+    chooses: bool = False
     rots: float | None = None
     drifts: bool = False
     foolish: bool = False
@@ -95,6 +97,7 @@ class Plan:
             habits = {
                 "goes back to an older checkpoint": start.older is not None,
                 "takes a sample": start.looks,
+                "calls set_epoch": start.chooses,
                 "a bit of the latest checkpoint has changed": start.rots is not None,
                 "a rank takes a batch more": start.drifts,
             }
@@ -165,6 +168,8 @@ def _with_habits(plan: Plan, draws: random.Random) -> Plan:
     rots = any(start.rots is not None for start in starts)
     has_model = rots or draws.random() < 0.1
     later = draws.random() < 0.1
+    if not (has("lease") or has("steps_per_epoch")):
+        starts = [replace(start, chooses=draws.random() < 0.3) for start in starts]
     return replace(
         plan, pipeline=pipeline, keep=keep, starts=tuple(starts), has_model=has_model or later, in_background=later
     )

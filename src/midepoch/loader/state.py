@@ -153,10 +153,11 @@ def load(spec: PipelineSpec, cursor: Cursor) -> RunState:
 def edit(state: RunState, spec: PipelineSpec, cursor: Cursor, *, is_open: bool) -> RunState:
     """Return the state with another pipeline, or other units to deliver, from the next batch on.
 
-    ``is_open``: a pass is in progress, and continues at the cursor.
+    ``is_open``: a pass is in progress, and continues at the cursor. Else ``set_epoch`` of its epoch keeps the edit.
     """
     loaded = state.loaded
-    if loaded is not None and loaded.epoch == cursor.epoch and loaded.position == cursor.position:
+    same = loaded is not None and loaded.epoch == cursor.epoch and loaded.position == cursor.position
+    if same or not (is_open or was_left(state)):
         loaded = cursor
     if is_open and state.kind is Kind.OPEN:
         return RunState(spec, cursor, state.next, Kind.OPEN, loaded)
