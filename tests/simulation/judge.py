@@ -7,6 +7,7 @@ from collections import Counter
 from typing import Any
 
 from midepoch.audit import read_run
+from midepoch.checkpoint import PipelineCheckpoint
 from midepoch.errors import MidepochError
 from simulation.history import Entry, FindingError, History, as_uninterrupted, uninterrupted
 from simulation.plans import IN_ROWS
@@ -152,3 +153,12 @@ def _check_files(history: History) -> None:
         left = [path.name for path in folder.iterdir() if _LEFT.match(path.name)]
     if left:
         raise FindingError(f"left over: {left}")
+    if history.rotten or history.disk.lost:
+        return
+    address = "sim://bucket/run" if history.plan.remote else history.folder / "checkpoint"
+    saver = PipelineCheckpoint(address, rank=0, world_size=1)
+    for step in saver.steps():
+        try:
+            saver.verify(step)
+        except MidepochError as problem:
+            raise FindingError(f"step {step} is left damaged: {problem}") from problem
