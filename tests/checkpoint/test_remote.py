@@ -215,6 +215,7 @@ def test_another_live_process_is_left_alone(s3_server: Server, run: Path, addres
 
 def test_a_step_committed_after_ones_own_is_not_pruned(s3_server: Server, address: str) -> None:
     first, second = (open_at(address, s3_server.endpoint, keep=1) for _ in range(2))
+    second.restore_latest(rng=False)
     save(first, 71)
     prune = first._prune
 

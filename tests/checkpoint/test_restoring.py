@@ -64,7 +64,7 @@ def test_what_is_saved_and_not_passed_is_logged(tmp_path: Path, caplog: pytest.L
     checkpoint.restore(model=model, step=1)  # as for inference
     assert "also has" not in caplog.text
     checkpoint.restore_latest(loader)
-    assert "step 1 also has the model and the optimizer, which restore was not given" in caplog.text
+    assert "step 1 also has the model and the optimizer: restore was not given them. Pass them" in caplog.text
 
 
 def values(*things: Any) -> list[torch.Tensor]:

@@ -40,6 +40,7 @@ def before_pruning(checkpoint: PipelineCheckpoint, action: Any) -> None:
 @pytest.mark.parametrize("rules", [Keep(last=1), Keep(best=1, metric="loss"), Keep(every=1000), Keep(hours=1e-9)])
 def test_a_step_committed_after_ones_own_is_not_pruned(rules: Keep, tmp_path: Path) -> None:
     first, second = PipelineCheckpoint(tmp_path, keep=rules), PipelineCheckpoint(tmp_path, keep=rules)
+    second.restore_latest(rng=False)
     save(first, 71, by="first", loss=3)
     before_pruning(first, lambda: save(second, 71, by="second", loss=1))
     save(first, 72, by="first", loss=2)
@@ -49,6 +50,7 @@ def test_a_step_committed_after_ones_own_is_not_pruned(rules: Keep, tmp_path: Pa
 
 def test_a_step_of_another_number_committed_after_ones_own_is_not_pruned(tmp_path: Path) -> None:
     first, second = PipelineCheckpoint(tmp_path, keep=1), PipelineCheckpoint(tmp_path, keep=1)
+    second.restore_latest(rng=False)
     save(first, 70)
     before_pruning(first, lambda: save(second, 69))
     save(first, 72)

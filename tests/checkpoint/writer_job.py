@@ -12,6 +12,7 @@ from midepoch.checkpoint import PipelineCheckpoint
 if __name__ == "__main__":
     folder, first, count = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
     checkpoint = PipelineCheckpoint(folder, keep=1)
+    checkpoint.restore_latest(rng=False)
     print("ready", flush=True)
     sys.stdin.readline()
     for number in range(count):
