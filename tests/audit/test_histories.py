@@ -458,13 +458,15 @@ def test_documents_of_packed_sources_are_counted_once(kind: str, tmp_path: Path)
         assert epoch.rows == epoch.once + epoch.dropped + epoch.pending
 
 
+@pytest.mark.parametrize("one_process", [False, True])
 @pytest.mark.parametrize("kind", ["rows", "filter"])
 def test_a_state_of_a_rank_that_was_ahead_is_lost_also_beside_a_branch_that_has_its_steps(
-    kind: str, tmp_path: Path
+    kind: str, one_process: bool, tmp_path: Path
 ) -> None:
     """A state names its branch: an equal one was saved in another branch, in which all ranks had delivered it."""
 
     def ranks(start: str, state: Any = None) -> list[midepoch.Loader]:
+        start = "1" if one_process else start
         ds = shuffled(24) if kind == "rows" else not_3(25, lanes=1)
         loaders = [
             ds.loader(2, rank=rank, world_size=2, last_batch="uneven", audit=Ledger(tmp_path, attempt=start))
@@ -479,16 +481,17 @@ def test_a_state_of_a_rank_that_was_ahead_is_lost_also_beside_a_branch_that_has_
             for _ in range(count):
                 next(loader)
 
-    whole = ranks("1")
-    take(whole, 2, 2)
-    early = whole[0].state_dict()
+    first = ranks("1")
+    take(first, 2, 2)
+    early = first[0].state_dict()
+    whole = ranks("2", early)
     take(whole, 3, 3)
     late = whole[0].state_dict()  # all ranks have delivered these five steps
-    back = ranks("2", early)
+    back = ranks("3", early)
     take(back, 3, 1)
     ahead = back[0].state_dict()  # of which rank 1 has delivered three
     assert {**ahead, "more": []} == {**late, "more": []}
-    for number, (state, exact) in enumerate(((late, True), (ahead, False)), start=3):
+    for number, (state, exact) in enumerate(((late, True), (ahead, False)), start=4):
         list(ranks(str(number), state)[0])
         run = read_run(tmp_path)
         assert run.exact == exact, (state, run.epochs)

@@ -47,6 +47,7 @@ class Site:
         manager._rendezvous.clear()
         background._unfinished.clear()
         ledger._latest.clear()
+        ledger._branches.clear()
         ledger._births.clear()
         rendezvous._process_started = self.cluster.time()
 

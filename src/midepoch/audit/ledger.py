@@ -20,6 +20,7 @@ import secrets
 import socket
 import time
 import weakref
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import partial
@@ -114,6 +115,8 @@ def _last(known: list[tuple[int, str, Path]], shard: Shard, stream: str) -> list
 
 _streams: dict[Path, str] = {}
 """The rows of the first loader that records in a folder, or "" once another one was noticed."""
+_branches: Counter[tuple[str, tuple[str, int]]] = Counter()
+"""By start, rows and rank: the branches of this process. The ranks of a start begin as many, so names are the same."""
 _births: dict[int, str] = {}
 
 
@@ -200,7 +203,7 @@ class Ledger:
         """The steps whose cursors are not written yet, if positions cannot be computed."""
         self._journal: Journal | None = None
         self._how, self._passed = "fresh", False  # how the run comes to its next pass; True if one was begun
-        self._loads, self._moved = 0, False  # states loaded; True if a step was delivered since the last
+        self._branch, self._moved = "", False  # of the run; True if a step of it was delivered
         self._rows, self._beside, self._ends = ("", 0), False, False
         self._first = 0  # steps of the run before the pass
         self._gap = False  # True if the last pass could not be recorded
@@ -239,11 +242,6 @@ class Ledger:
         )
 
     @property
-    def _branch(self) -> str:
-        """The branch of the run, from a loaded state to the next: the same on all ranks of a start."""
-        return f"{_mark_of(self._attempt or '')}.{self._loads}"
-
-    @property
     def _has_moved(self) -> bool:
         return self._moved or self.counters[Count.STEPS] > 0
 
@@ -273,8 +271,11 @@ class Ledger:
         """
         shard, attempt = spec.shard, self._attempt_of(spec.shard)
         self._how = "loaded" if load else "on" if self.counters[Count.STEPS] else self._how
-        self._loads, self._moved = self._loads + load, not load and self._has_moved
+        self._moved = not load and self._has_moved
         self._rows = (stream_name(spec, self.name), shard.index)
+        if load or not self._branch:
+            _branches[attempt, self._rows] += 1
+            self._branch = f"{_mark_of(attempt)}.{_branches[attempt, self._rows]}"
         self._first, self._ends = cursor.steps, until == UNKNOWN  # then the end is recorded when it is reached
         self.counters, self.due, self._passed = [0] * len(Count), 0.0, not load
         self._began = self._synced = time.perf_counter()
