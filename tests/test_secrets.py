@@ -284,7 +284,8 @@ def test_passwords_and_signatures_of_a_web_server(search: Search, web: WebServer
         web.broken.add("a.parquet")
         search.fails("an error of the server", lambda way=way: read(way("a.parquet"), force_reindex=True))
         web.broken.clear()
-    assert all(state == states[0] for state in states)
+    for state in states:
+        assert {**state, "more": []} == {**states[0], "more": []}  # but for the branch, as each loader has its own
     for name, file in {"b": "b.zip", "no": "no.zip", "bad": "bad.zip"}.items():
         chain = f"zip://a.parquet::http://{user}{web.host}/{file}"
         if name == "b":

@@ -540,3 +540,21 @@ def test_a_run_with_ranks_at_different_steps_comes_back_to_a_branch(tmp_path: Pa
             list(alone)
     run = read_run(tmp_path)
     assert run.exact and [epoch.once for epoch in run.epochs] == [23, 23], run.epochs
+
+
+def test_a_state_of_a_part_that_is_not_recorded(tmp_path: Path) -> None:
+    """Its rows count as never delivered, and the audit says why."""
+    first = shuffled(24).loader(2, audit=Ledger(tmp_path, attempt="1"))
+    for _ in range(3):
+        next(first)
+    state = first.state_dict()
+    first.close()
+    for file in tmp_path.glob("*.ledger"):
+        file.unlink()
+    ds = shuffled(24)
+    ds.load_state_dict(state)  # a loader of the dataset begins there, too
+    list(ds.loader(2, audit=Ledger(tmp_path, attempt="2")))
+    run = read_run(tmp_path)
+    assert run.epochs[0].never == 6 and not run.exact
+    (problem,) = run.problems
+    assert "saved in a part of the run that is not recorded here" in problem

@@ -87,6 +87,32 @@ def test_an_interrupt_while_a_sample_is_collected(simulator: Simulator) -> None:
     assert outcome.finding == "" and "interrupt at truncate" in outcome.report()
 
 
+@pytest.mark.parametrize("pipeline", ["rows", "filter", "mix", "pack"])
+def test_a_start_that_only_finds_the_end_of_an_epoch_is_a_branch(pipeline: str, simulator: Simulator) -> None:
+    """Its state named the branch before, in which the outputs that are too few for a batch were not dropped yet."""
+    begin = StartPlan(1, 4, every=2, exit=Exit("preempt", {"pack": 3}.get(pipeline, 5)))
+    starts = (begin, replace(begin, chooses=True, exit=None), replace(begin, every=3, exit=None))
+    plan = replace(PLAN, pipeline=pipeline, last="drop", starts=starts, edit_at=1)
+    found = [replace(plan, starts=starts[:1] + (starts[1],) * more + starts[2:]) for more in range(1, 4)]
+    assert [simulator.run(each).finding for each in found] == [""] * 3
+
+
+@pytest.mark.parametrize(("features", "last", "second"), [((), "uneven", 2), (("lease", "steps_per_epoch"), "drop", 1)])
+def test_a_run_comes_back_to_a_branch_of_ranks_at_different_steps(
+    features: tuple[str, ...], last: str, second: int, simulator: Simulator
+) -> None:
+    """Ranks may have different numbers of steps, and save in different passes: the audit took none of them."""
+    whole = StartPlan(2, 2, every=2 if features else 4, connected=bool(features))
+    for older in (0.0, 0.2, 0.4, 0.6, 0.8):
+        back = replace(whole, world=second, every=50, older=older, exit=Exit("kill", 1))
+        for again in (None, 0.3, 0.5, 0.7):
+            starts = (whole, back, replace(whole, world=1, every=5, older=again))
+            plan = replace(
+                PLAN, pipeline="filter", features=features, last=last, epochs=2 - bool(features), starts=starts
+            )
+            assert simulator.run(plan).finding == "", plan
+
+
 def test_a_rank_without_a_batch_of_the_last_step_takes_a_sample(simulator: Simulator) -> None:
     """It found none, and ``set_epoch`` began the epoch again: on this rank alone."""
     ranks = StartPlan(3, 3, every=1, exit=Exit("preempt", 1))

@@ -203,7 +203,7 @@ class Ledger:
         """The steps whose cursors are not written yet, if positions cannot be computed."""
         self._journal: Journal | None = None
         self._how, self._passed = "fresh", False  # how the run comes to its next pass; True if one was begun
-        self._branch, self._moved = "", False  # of the run; True if a step of it was delivered
+        self._branch, self._moved = "", False  # of the run; True once a step of it or the end of an epoch is recorded
         self._rows, self._beside, self._ends = ("", 0), False, False
         self._first = 0  # steps of the run before the pass
         self._gap = False  # True if the last pass could not be recorded
@@ -246,7 +246,7 @@ class Ledger:
         return self._moved or self.counters[Count.STEPS] > 0
 
     def branches(self, origins: Sequence[str]) -> Sequence[str]:
-        """Return the branches of a state that is saved now: before the first step, those of the one that was loaded."""
+        """Return the branches of a state that is saved now: before anything is recorded, those of the one loaded."""
         return (self._branch,) if self._has_moved else origins
 
     def begin(
@@ -443,7 +443,7 @@ class Ledger:
         """
         self.flush()
         number = self.counters[Count.STEPS] if steps is None else steps - self._first
-        if number > 0:
+        if number > 0 or (number == 0 and self._moved and self._passed):  # also of a pass that found only the end
             self._append(SAVED, b"", number)
 
     def leave(self) -> None:
@@ -456,6 +456,7 @@ class Ledger:
         self.flush()
         if not self._passed:
             return
+        self._moved = True
         self._ends = self._ends or not self.counters[Count.STEPS]  # without a step, this is all that it records
         self._end(self.lanes.places(end))
         self._how = "on"
