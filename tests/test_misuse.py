@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import copy
 import io
 import operator
@@ -28,7 +29,7 @@ from transformers import PreTrainedTokenizerFast
 
 import midepoch
 from data import dataset_of, write_arrow
-from midepoch._internal.hints import NAMES, warn_once
+from midepoch._internal.hints import NAMES, forget_warnings
 from midepoch.audit import Ledger, read_run
 from midepoch.dataset.habits import ATTRIBUTES
 from midepoch.distributed.world import find_world
@@ -733,7 +734,7 @@ def test_one_row_of_columns_and_a_file_given_twice(tmp_path: Path, caplog: pytes
         ('{"id": 1, "ids": [1, 2]}', ""),
     ):
         (tmp_path / "a.json").write_text(text)
-        warn_once.cache_clear()
+        forget_warnings()
         caplog.clear()
         assert len(midepoch.from_files(tmp_path / "a.json")) == 1
         assert re.search(says, caplog.text) if says else caplog.text == ""
@@ -882,7 +883,7 @@ def test_answers_are_given_only_where_they_apply(
 
 
 def test_rows_that_are_chosen_after_a_shuffle(ds: midepoch.Dataset, caplog: pytest.LogCaptureFixture) -> None:
-    warn_once.cache_clear()
+    forget_warnings()
     ds.take(3).shuffle(seed=1)
     ds.select([1, 2]).shuffle(seed=1)
     ds.shuffle(seed=1).filter(len).take(3)
@@ -1040,7 +1041,7 @@ def test_a_start_that_forgets_to_restore(
     caplog.clear()
     careful = start()
     assert careful.restore_latest(loader) == 4
-    careful.save(loader, step=3)  # a run that has gone back
+    careful.save(loader, step=3)  # goes on from an earlier step, as after restore(loader, step=2)
     assert careful.steps() == [3, 4] and not caplog.text
 
 
@@ -1060,7 +1061,7 @@ def test_a_loader_that_is_copied(ds: midepoch.Dataset) -> None:
 
 
 def test_the_first_batch_again_and_again(ds: midepoch.Dataset, caplog: pytest.LogCaptureFixture) -> None:
-    warn_once.cache_clear()
+    forget_warnings()
     loader = ds.shuffle(seed=1).loader(4)
     assert torch.equal(next(iter(loader))["id"], next(loader)["id"]) and not caplog.text
     loader = ds.shuffle(seed=1).loader(4)
@@ -1094,6 +1095,13 @@ def test_what_a_message_knows_of_the_data(tmp_path: Path, caplog: pytest.LogCapt
     text.write_text("some words\n" * 200)
     with pytest.raises(midepoch.FormatError, match=r"is text, not tokens\. Use from_files\(.*\)\.tokenize"):
         midepoch.from_tokens(str(text), 128)
+    (tmp_path / "empty.bin").touch()
+    with pytest.raises(midepoch.FormatError, match=r"raw file of tokens.*dtype='uint16'"):
+        midepoch.from_tokens(str(tmp_path / "empty.bin"), 128)
+    with pytest.raises(midepoch.DataNotFoundError, match=r"is not a Delta table.*open its files with from_files"):
+        midepoch.from_delta(str(tmp_path))
+    with pytest.raises(TypeError, match=r"metadata\.args.*got a Namespace.*vars\(…\) for objects"):
+        midepoch.PipelineCheckpoint(tmp_path).save(metadata={"args": argparse.Namespace(lr=1)}, extra={"a": 1})
     table = tmp_path / "iris.csv"
     table.write_text("5.1,-3.5,setosa\n4.9,3.0,setosa\n")
     assert len(midepoch.from_files(table)) == 1 and "add a header" in caplog.text
@@ -1109,13 +1117,13 @@ def test_what_a_message_knows_of_the_data(tmp_path: Path, caplog: pytest.LogCapt
 def test_accelerate_without_the_integration() -> None:
     program = """
 import accelerate, logging, midepoch, sys
-from midepoch._internal.hints import warn_once
+from midepoch._internal.hints import forget_warnings
 said = []
 logging.getLogger("midepoch").addHandler(type("Said", (logging.Handler,), {"emit": lambda self, one: said.append(one)})())
 loader = accelerate.Accelerator(cpu=True).prepare(midepoch.from_dict({"x": list(range(20))}).loader(4))
 assert len(list(loader)) == 5
 assert len(said) == 1 and "accelerator.save_state does not save its position" in said[0].getMessage()
-warn_once.cache_clear()
+forget_warnings()
 import midepoch.integrations.accelerate
 assert len(list(loader)) == 5 and len(said) == 1
 """

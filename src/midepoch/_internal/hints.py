@@ -25,23 +25,19 @@ Hints = Mapping[str, str]
 """
 
 
-class _WarnOnce:
-    """Function that logs a warning, once in a process for the same words, whatever number of threads calls it."""
-
-    def __init__(self) -> None:
-        self._said: dict[tuple[str, ...], object] = {}
-
-    def __call__(self, text: str, *args: str) -> None:
-        own = object()
-        if self._said.setdefault((text, *args), own) is own:
-            _log.warning(text, *args)
-
-    def cache_clear(self) -> None:
-        """Forget what was said."""
-        self._said.clear()
+_warned: dict[tuple[str, ...], object] = {}
 
 
-warn_once = _WarnOnce()
+def warn_once(text: str, *args: str) -> None:
+    """Log a warning, once in a process for the same words, whatever number of threads calls it."""
+    own = object()
+    if _warned.setdefault((text, *args), own) is own:
+        _log.warning(text, *args)
+
+
+def forget_warnings() -> None:
+    """Let all warnings be logged once more."""
+    _warned.clear()
 
 
 def hinted(hints: Hints | None = None, name: str | None = None) -> Callable[[F], F]:

@@ -270,11 +270,11 @@ def _array(name: str, column: Any, kind: str, batch: Batch, allocate: Allocate |
         return _decoded(name, column, kind, batch)
     if not isinstance(column, pa.Array):
         values = _stack(column, kind, allocate)
+        if isinstance(values, list) and name not in _unlike:
+            _note_unlike(name, values)
     else:
         paths, times = batch.nullable.get(name, frozenset()), kind == "numpy"
         values = _checked(name, column, batch, lambda found: to_numpy(found, paths, owned=batch.owned, times=times))
-    if isinstance(values, list) and name not in _unlike:
-        _note_unlike(name, values)
     return _objects(values) if kind == "numpy" and isinstance(values, list) else values
 
 
