@@ -244,7 +244,7 @@ def check_surroundings(options: Options) -> None:
     if options.found_alone and connected() > 1:
         raise WorldError(
             f"this loader was made before the {connected()} ranks were connected, so that each would load all rows. "
-            "Make it after init_process_group, or with rank= and world_size=."
+            "Make it after init_process_group or jax.distributed.initialize, or with rank= and world_size=."
         )
     accelerate = loaded("accelerate.state")
     if (

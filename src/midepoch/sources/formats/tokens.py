@@ -95,7 +95,7 @@ def _layout(name: str, file: FileContents, given: str) -> tuple[np.dtype[Any], i
         dtype = np.dtype(_LLMC[words[0]])
         return dtype, _LLMC_BYTES, _promised(name, _LLMC_BYTES + words[2] * dtype.itemsize, size)
     if not given:
-        if head.isascii() and head.translate(None, b"\t\r\n").decode().isprintable():
+        if head and head.isascii() and head.translate(None, b"\t\r\n").decode().isprintable():
             raise FormatError(f"{name} is text, not tokens. Use from_files({name!r}).tokenize(tokenizer).pack(2048).")
         raise FormatError(f"{name} is a raw file of tokens, without their type. Pass dtype='uint16', or the type used.")
     dtype = np.dtype(given)
