@@ -186,14 +186,14 @@ class History:
                 self._train(number, start, rank, loader, saver, step)
                 try:
                     saver.wait()
-                    self._is_durable(rank, None)
+                    self._note_durable(rank, None)
                 except CheckpointSaveError:
                     if not start.tolerant:
                         raise
 
         return main
 
-    def _is_durable(self, rank: int, mark: Mark | None) -> None:
+    def _note_durable(self, rank: int, mark: Mark | None) -> None:
         """Note that a checkpoint is saved. In the background, it is the one before."""
         if self.plan.in_background:
             self._begun[rank], mark = mark, self._begun.get(rank)
@@ -250,7 +250,7 @@ class History:
                 model.value[:] = mark.weights
             try:
                 saver.save(loader, model, step=step, metadata={"mark": name}, rng=False)
-                self._is_durable(rank, mark)
+                self._note_durable(rank, mark)
             except CheckpointSaveError as problem:
                 self._begun.pop(rank, None)
                 apart = by_steps and "one state cannot hold both" in str(problem)  # in different epochs of the data
@@ -281,8 +281,8 @@ class History:
                 raise
             over = has_batch and loader._run.cursor.epoch >= plan.epochs
             received = cluster.agree((has_batch, over))
-            beyond = any(has for has, _ in received) and all(beyond for has, beyond in received if has)
-            if beyond and (not by_steps or all(cluster.agree(loader._next_cursor().epoch >= plan.epochs))):
+            all_over = any(has for has, _ in received) and all(over for has, over in received if has)
+            if all_over and (not by_steps or all(cluster.agree(loader._next_cursor().epoch >= plan.epochs))):
                 save()  # the epoch before was at its end, which was not known
                 return
             if not any(has for has, _ in received):
