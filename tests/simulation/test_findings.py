@@ -135,3 +135,11 @@ def test_a_sync_that_failed_and_a_loss_of_power_leave_the_checkpoint_that_was_sa
     outcomes = [simulator.run(replace(plan, seed=seed)) for seed in range(40)]
     assert [outcome.finding for outcome in outcomes if outcome.finding] == []
     assert sum("power at rename" in outcome.report() for outcome in outcomes) > 20
+
+
+def test_a_rank_that_has_acknowledged_all_waits_for_the_leases_of_others(simulator: Simulator) -> None:
+    """After a restore it went on to the next epoch, and no state could hold that and the leases of this one."""
+    ranks = StartPlan(2, 2, every=4, connected=True, tolerant=False, exit=Exit("preempt", 4))
+    starts = (ranks, replace(ranks, every=1, exit=None))
+    plan = replace(PLAN, features=("exclude rows", "lease"), pipeline="pack", last="drop", starts=starts, remote=True)
+    assert [simulator.run(replace(plan, seed=seed)).finding for seed in range(8)] == [""] * 8

@@ -214,7 +214,8 @@ class Pass(Resumable):
         that left its own pass after the last batch does not wait for them.
         """
         start, loader = self._start, self._loader
-        alone = start.left or loader.state_is_global or loader.last_batch != "uneven"
+        together = self.leased is None and loader.last_batch != "uneven"  # then all ranks are at the end
+        alone = loader.shard.count == 1 or start.left or loader.state_is_global or together
         return feed.finds_end and self.start.begun and not start.rolled and not start.chosen and alone
 
     def _record_end(self, feed: Feed) -> None:
