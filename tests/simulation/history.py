@@ -188,10 +188,14 @@ class History:
                     saver.wait()
                     self._note_durable(rank, None)
                 except CheckpointSaveError:
-                    if not start.tolerant:
+                    if not self._tolerates(start):
                         raise
 
         return main
+
+    def _tolerates(self, start: StartPlan) -> bool:
+        """Return True if training goes on without a checkpoint: it does only if something has happened to it."""
+        return start.tolerant and (self.rotten or len(self.cluster.happened) > self._before)
 
     def _note_durable(self, rank: int, mark: Mark | None) -> None:
         """Note that a checkpoint is saved. In the background, it is the one before."""
@@ -254,7 +258,7 @@ class History:
             except CheckpointSaveError as problem:
                 self._begun.pop(rank, None)
                 apart = by_steps and "one state cannot hold both" in str(problem)  # in different epochs of the data
-                if not (start.tolerant or apart):
+                if not (self._tolerates(start) or apart):
                     raise
 
         def edit() -> None:
