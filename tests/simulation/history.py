@@ -370,10 +370,7 @@ class Leases:
         self._history, self._loader, self._rank = history, loader, rank
         self._items: Any = None
         self._out: list[tuple[Any, int, int]] = []
-        # Many, or one for long, are out only of a single rank: several ranks finish an epoch of leases together.
-        alone = len(history.cluster.ranks) == 1
-        self._least = int(history.cluster.random.random() < 0.3 and alone)
-        self._counts = (0, 1, 2, 4) if alone else (0, 1, 2)
+        self._least = int(history.cluster.random.random() < 0.3)  # one is out for long
 
     def take(self, step: int) -> bool:
         epochs = self._history.cluster.agree(self._loader._next_cursor().epoch)
@@ -383,7 +380,7 @@ class Leases:
             self._items = self._loader.lease().__enter__()
         waits = "steps_per_epoch" in self._history.plan.features  # for all leases at the end of an epoch of the data
         least = 0 if waits else self._least
-        while len(self._out) > (0 if waits else max(least, self._history.cluster.random.choice(self._counts))):
+        while len(self._out) > (0 if waits else max(least, self._history.cluster.random.choice((0, 1, 2, 4)))):
             self._ack(least)
         try:
             self._out.append((lease := next(self._items), step, self._loader._run.cursor.epoch))

@@ -143,3 +143,10 @@ def test_a_rank_that_has_acknowledged_all_waits_for_the_leases_of_others(simulat
     starts = (ranks, replace(ranks, every=1, exit=None))
     plan = replace(PLAN, features=("exclude rows", "lease"), pipeline="pack", last="drop", starts=starts, remote=True)
     assert [simulator.run(replace(plan, seed=seed)).finding for seed in range(8)] == [""] * 8
+
+
+def test_a_rank_without_a_lease_of_the_rest_begins_the_next_epoch_of_the_data(simulator: Simulator) -> None:
+    """It said that the epoch has no batch."""
+    starts = (StartPlan(3, 1, every=1, connected=True, exit=Exit("kill", 4)), StartPlan(2, 3, every=4, connected=True))
+    plan = replace(PLAN, features=("lease", "steps_per_epoch", "tokens at run time"), last="drop", starts=starts)
+    assert [simulator.run(replace(plan, seed=seed)).finding for seed in range(8)] == [""] * 8

@@ -117,10 +117,10 @@ class LeaseItems:
         self._wait(f"{_count(self._tracker.held)} out at the end of an epoch of the data", 1)
         self._book.open = False
         self._noted, self._acked, self._first = 0, EMPTY, 0
-        before = self._tracker
+        empty = not (self._tracker.delivered or self._pass.resumes)
         self._pass, self._tracker = begin_leases(self._loader, self)
         self._book.open = True
-        if not before.delivered:
+        if empty:
             raise MidepochError("an epoch of the data has no batch. Check that its filters keep some rows.")
 
     def _note(self, number: int, *, empty: bool = False, lost: bool = False) -> int | None:

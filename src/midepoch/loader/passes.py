@@ -232,6 +232,11 @@ class Pass(Resumable):
         return self._failure is not None
 
     @property
+    def resumes(self) -> bool:
+        """True if the pass began inside an epoch."""
+        return self._start.cursor.begun
+
+    @property
     def is_open(self) -> bool:
         """True if the pass is in progress."""
         return not (self._closed or self._over)
