@@ -92,6 +92,8 @@ class History:
         self._before = 0  # faults before this start
         self._begun: dict[int, Mark | None] = {}
         """By rank, the checkpoint that is saved in the background."""
+        self._saved: list[list[int]] = []
+        """By rank, the steps that this start has begun to save."""
 
     @property
     def steps(self) -> set[int]:
@@ -113,6 +115,7 @@ class History:
         cluster = self.cluster
         self.site.begin_start(start.connected)
         self._begun.clear()
+        self._saved = [[] for _ in range(start.world)]
         self.logs, self._before = [[] for _ in range(start.world)], len(cluster.happened)
         if (
             start.rots is not None
@@ -160,9 +163,10 @@ class History:
                 address, plan.keep, async_save=plan.in_background, rank=rank, world_size=start.world, timeout=20.0
             )
             model = Weights() if plan.has_model else None
-            step = saver.restore_latest(loader, model, rng=False)
+            step = None if start.forgets else saver.restore_latest(loader, model, rng=False)
             mark = "" if step is None else saver.metadata(step)["mark"]
             self._restored(mark, number, model)
+            earlier = self._steps_of(saver) if start.forgets else set()
             if start.older is not None and step is not None:
                 steps = self.cluster.agree(saver.steps())[0]
                 try:
@@ -190,8 +194,16 @@ class History:
                 except CheckpointSaveError:
                     if not self._tolerates(start):
                         raise
+            before = self._saved[rank] and self._saved[rank][0] <= max(earlier, default=0)  # else it is a later one
+            lost = earlier - self._steps_of(saver) - {*self._saved[rank]}
+            if lost and before and not (self.rotten or self.disk.lost):
+                raise FindingError(f"start {number} forgot to restore, and removed the steps {lost} of the one before")
 
         return main
+
+    def _steps_of(self, saver: PipelineCheckpoint) -> set[int]:
+        """Return the steps that are there, as all ranks see them."""
+        return {*self.cluster.agree(saver.steps())[0]}
 
     def _tolerates(self, start: StartPlan) -> bool:
         """Return True if training goes on without a checkpoint: it does only if something has happened to it."""
@@ -222,9 +234,10 @@ class History:
         damaged = [text for text in self.site.complaints if not (self.disk.lost and "there is no manifest" in text)]
         if damaged and not unreadable:
             raise FindingError(f"start {number} found a damaged checkpoint: {damaged[0]}")
-        if order < self.durable and not unreadable:
+        forgets = self.plan.starts[number].forgets
+        if order < self.durable and not (unreadable or forgets):
             raise FindingError(f"start {number} restored checkpoint {order}, and {self.durable} was saved")
-        self.durable = order if unreadable else self.durable
+        self.durable = order if unreadable and not forgets else self.durable
         self.kept = self.marks[mark].kept if mark else ()
         if mark:
             self._check_weights(mark, model)
@@ -249,6 +262,7 @@ class History:
             mark = self.marks.get(name) or Mark(len(self.marks) + 1, self.kept, self.logs)
             self.marks[name] = mark
             mark.counts[rank] = len(self.logs[rank])
+            self._saved[rank].append(step)
             mark.weights = 1000 * number + step
             if model is not None:
                 model.value[:] = mark.weights

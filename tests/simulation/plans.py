@@ -37,6 +37,7 @@ class StartPlan:
     before each pass, as many loops do. ``rots``: before it, a bit of a
     file of the latest checkpoint has changed, at this share of its bytes. ``drifts``: at its second save, one rank has
     taken a batch more than the others. ``foolish``: then the next start loads the state of that rank: rows are lost.
+    ``forgets``: it restores nothing, and trains from the beginning.
     """
 
     world: int
@@ -52,6 +53,7 @@ class StartPlan:
     rots: float | None = None
     drifts: bool = False
     foolish: bool = False
+    forgets: bool = False
 
 
 @dataclass(frozen=True)
@@ -96,6 +98,7 @@ class Plan:
             parts = [f"  start {number}: {start.world} ranks, batches of {start.size}, saves every {start.every} steps"]
             habits = {
                 "goes back to an older checkpoint": start.older is not None,
+                "restores nothing": start.forgets,
                 "takes a sample": start.looks,
                 "calls set_epoch": start.chooses,
                 "a bit of the latest checkpoint has changed": start.rots is not None,
@@ -170,6 +173,9 @@ def _with_habits(plan: Plan, draws: random.Random) -> Plan:
     later = draws.random() < 0.1
     if not (has("lease") or has("steps_per_epoch")):
         starts = [replace(start, chooses=draws.random() < 0.3) for start in starts]
+    number = draws.randrange(4)
+    if 0 < number < len(starts) and draws.random() < 0.4 and not starts[number - 1].foolish:
+        starts[number] = replace(starts[number], forgets=True)
     return replace(
         plan, pipeline=pipeline, keep=keep, starts=tuple(starts), has_model=has_model or later, in_background=later
     )

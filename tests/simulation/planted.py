@@ -12,7 +12,7 @@ import pytest
 
 from midepoch.audit.ledger import Ledger
 from midepoch.audit.records import Count
-from midepoch.checkpoint import background, local, manifest, saving
+from midepoch.checkpoint import background, local, manager, manifest, saving
 from midepoch.checkpoint.rendezvous import Leader
 from midepoch.checkpoint.store import Steps
 from midepoch.loader import leases, passes, state
@@ -309,6 +309,11 @@ def an_answer_of_the_store_counts_as_failure(patch: pytest.MonkeyPatch) -> None:
 
     patch.setattr(Steps, "commit", commit)
     patch.setattr(Steps, "abandon", abandon)
+
+
+@planted
+def a_forgetful_start_removes_the_steps_of_the_one_before(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(manager.PipelineCheckpoint, "_note_forgotten", lambda *_: None)
 
 
 @planted

@@ -150,3 +150,12 @@ def test_a_rank_without_a_lease_of_the_rest_begins_the_next_epoch_of_the_data(si
     starts = (StartPlan(3, 1, every=1, connected=True, exit=Exit("kill", 4)), StartPlan(2, 3, every=4, connected=True))
     plan = replace(PLAN, features=("lease", "steps_per_epoch", "tokens at run time"), last="drop", starts=starts)
     assert [simulator.run(replace(plan, seed=seed)).finding for seed in range(8)] == [""] * 8
+
+
+@pytest.mark.parametrize("feature", ["set_weights", "exclude rows"])
+def test_a_state_saved_where_a_changed_run_found_the_end(feature: str, simulator: Simulator) -> None:
+    """The outputs that were too few for a batch were not those of that state, and counted as lost."""
+    whole = StartPlan(3, 3, every=1, connected=True)
+    starts = (whole, StartPlan(1, 3, every=3, older=0.5, connected=True))
+    plan = replace(PLAN, features=(feature,), pipeline="mix", starts=starts, last="drop", keep=1, edit_at=2)
+    assert [simulator.run(replace(plan, seed=seed)).finding for seed in range(4)] == [""] * 4

@@ -262,7 +262,7 @@ def _joined(passes: list[Passed]) -> list[Passed]:
         if before is None or before.track is None or one.track is None or not one.finds_the_end_of(before):
             found.append(one)
             continue
-        found[-1] = replace(before, finished=True, track=replace(before.track, end=one.track.end), seen=one.seen)
+        found[-1] = before.with_end(one)
     return found
 
 

@@ -355,6 +355,12 @@ class Passed:
         kept = [record for record in self.records[:stop] if record.kind != OVER or steps >= self.steps]
         return replace(_passed(self.header, kept, self.path, min(max(steps, 0), self.steps)), reused=self.reused)
 
+    def with_end(self, found: Passed) -> Passed:
+        """Return the record with the end of the epoch that a pass after it has found, and the states saved there."""
+        ends = [one._replace(number=self.steps) for one in found.records if one.kind in (OVER, SAVED)]
+        joined = _passed(self.header, [*self.records, *ends], self.path, self.steps)
+        return replace(joined, reused=self.reused, seen=found.seen)
+
     def finds_the_end_of(self, before: Passed) -> bool:
         """Return True if the run continued with it after another pass of its epoch, and nothing was left."""
         own, other = self.header, before.header
