@@ -52,6 +52,20 @@ PIPELINES: dict[str, Callable[[], midepoch.Dataset]] = {
 }
 DRAWN = {"drawn": lambda: rows_from(0, ROWS).weighted([1 + n % 5 for n in range(ROWS)], replacement=False, seed=4)}
 """A pipeline of the simulator alone: rows in the order of a draw by weight, another in every epoch."""
+
+
+def in_phases() -> midepoch.Dataset:
+    """Return packed sequences of a schedule by tokens. A small source is used up, in the second phase for good."""
+    phases = [
+        midepoch.Phase("one", {"a": 0.6, "b": 0.4}, tokens=96, sequence_length=12),
+        midepoch.Phase("two", {"a": 0.3, "b": 0.7}, tokens=96),
+    ]
+    schedule = midepoch.Schedule(phases, max_passes={"b": 3})
+    return midepoch.mix({"a": rows_from(0, 14), "b": rows_from(100, 3)}, schedule, seed=2).pack(
+        column="input_ids", pad=-1
+    )
+
+
 SCHEDULE = midepoch.Schedule(
     [
         midepoch.Phase("one", {"a": 1.0}, steps=2, global_batch_size=2),
@@ -69,7 +83,7 @@ def dataset_of(pipeline: str, mixed_by: str, filtered: bool) -> midepoch.Dataset
         return midepoch.mix(sources, midepoch.Schedule(phases) if mixed_by == "rows" else SCHEDULE, seed=2)
     if filtered:
         return rows_from(0, ROWS).filter(keeps).with_lanes(2)
-    return {**PIPELINES, **DRAWN}[pipeline]()
+    return {**PIPELINES, **DRAWN, "phases": in_phases}[pipeline]()
 
 
 @dataclass
@@ -157,10 +171,11 @@ class Case:
             names = [part.pop("doc_ids", {}) for part in parts]
             batch = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
             batch["doc_ids"] = {name: torch.cat([part[name] for part in names]) for name in names[0]}
-        column = "input_ids" if self.pipeline == "pack" else "id"
+        packed = self.pipeline in ("pack", "phases")
+        column = "input_ids" if packed else "id"
         found = [np.asarray(each).reshape(-1).tolist() for each in batch[column]]
         real = _real(batch, len(found))
-        if self.pipeline == "pack":
+        if packed:
             return [
                 tuple(token for token in tokens if token >= 0) for tokens, keep in zip(found, real, strict=True) if keep
             ]

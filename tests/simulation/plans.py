@@ -153,6 +153,8 @@ def _with_habits(plan: Plan, draws: random.Random) -> Plan:
     pipeline, keep, starts = plan.pipeline, plan.keep, []
     if pipeline == "rows" and not plan.features and draws.random() < 0.5:
         (pipeline,), plan = DRAWN, replace(plan, epochs=2)
+    elif pipeline == "pack" and not plan.features and plan.fixed and draws.random() < 0.5:
+        pipeline = "phases"
     if draws.random() < 0.3:
         keep = Keep(last=1, every=draws.choice((2, 3)))
     torn = False
