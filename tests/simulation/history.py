@@ -229,7 +229,8 @@ class History:
     def _restored(self, mark: str, number: int, model: Weights | None) -> None:
         order = self.marks[mark].order if mark else 0
         struck = self.cluster.happened[self._before :]
-        unreadable = self.rotten or any(text.startswith(("error", "throttle", "lost")) for text in struck)
+        of_checkpoints = [text for text in struck if " ledger" not in text]
+        unreadable = self.rotten or any(text.startswith(("error", "throttle", "lost")) for text in of_checkpoints)
         # Of a step that was being removed, a loss of power may leave the folder without its files.
         damaged = [text for text in self.site.complaints if not (self.disk.lost and "there is no manifest" in text)]
         if damaged and not unreadable:
