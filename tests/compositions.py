@@ -116,7 +116,7 @@ class Case:
     ) -> midepoch.Loader:
         """Return the loader of a rank. ``last``: the treatment of the last batch, if not that of the features."""
         options: dict[str, Any] = {"rank": rank, "world_size": world, "num_workers": workers, "audit": audit}
-        options["worker_type"] = "thread" if workers else "auto"
+        options |= {"worker_type": "thread", "timeout": 20} if workers else {}
         if "sizes by step" in self.features:
             size = {0: 1, 3: 2, 5: 3}
         if "tokens, planned" in self.features or "tokens at run time" in self.features:

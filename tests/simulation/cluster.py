@@ -36,8 +36,8 @@ class Fault:
     """Event at the n-th operation of a rank in a place.
 
     ``kind``: "kill" of the rank, "power" loss of the machine, "interrupt" (KeyboardInterrupt), "error" with a number,
-    "jump" of the clock; in the store also "throttle", "lost answer", "twice" and "slow". ``count``: how many operations
-    have it.
+    "jump" of the clock; in the store also "throttle", "lost answer", "twice" and "slow"; "worker" that dies at the n-th
+    message of the workers of a rank, or is late by a number of seconds. ``count``: how many operations have it.
     """
 
     kind: str
@@ -69,6 +69,8 @@ class Rank:
     number: int
     tasks: list[Task] = field(default_factory=list)
     alive: bool = True
+    left: bool = False
+    """True if its program has come to its end. Threads that are left over end with it."""
     operations: dict[tuple[str, str], int] = field(default_factory=dict)
     passes: int = 0
     made: dict[str, int] = field(default_factory=dict)
@@ -152,7 +154,7 @@ class Cluster:
             except BaseException as problem:  # its process exits
                 rank.problem = problem
             if rank.alive:
-                rank.alive = False
+                rank.alive, rank.left = False, True
                 self.on_death(rank)
 
         rank = Rank(self.pids, number)
@@ -175,7 +177,8 @@ class Cluster:
         if rank.alive:
             rank.alive = False
             self.on_death(rank)
-        rank.problem = rank.problem or Killed()
+        if not rank.left:
+            rank.problem = rank.problem or Killed()
         for task in [*rank.tasks]:
             if task.body:  # begun, and not over
                 task.body.throw(Killed())
@@ -196,16 +199,27 @@ class Cluster:
             if count > MOST_OPERATIONS:
                 raise HangError(f"{MOST_OPERATIONS} operations of a rank, the last is {name}")
             for fault in self.faults:
-                is_here = fault.rank == rank.number and (fault.where, fault.verb) == place
+                is_here = fault.rank == rank.number and (fault.where, fault.verb) == place and fault.kind != "worker"
                 if is_here and fault.at <= count < fault.at + fault.count:
                     found = self._strike(fault, rank, name, reads) or found
         if self.random.random() < 0.15:
             self.switch()
         return found
 
+    def of_worker(self, rank: Rank) -> float:
+        """Count a message of a worker. Returns the seconds by which it is late; infinity if it dies instead."""
+        if not rank.alive:
+            raise Killed
+        count = rank.operations["worker", ""] = rank.operations.get(("worker", ""), 0) + 1
+        for fault in self.faults:
+            if fault.kind == "worker" and fault.rank == rank.number and fault.at == count:
+                self.happened.append(f"a worker of rank {rank.number} {'is late' if fault.number else 'dies'}")
+                return fault.number or float("inf")
+        return 0.0
+
     def _strike(self, fault: Fault, rank: Rank, name: str, reads: bool) -> Fault | None:
         full = fault.number == errno.ENOSPC and name.split()[0] not in ("create", "mkdir", "write", "allocate")
-        if fault.kind == "error" and ((reads and not fault.reads) or full):
+        if fault.kind == "error" and ((reads and not fault.reads) or full or name == "receive"):
             return None
         if fault.kind == "interrupt" and self.task is not rank.tasks[0]:  # signals are for the main thread
             return None

@@ -154,7 +154,9 @@ class History:
         def main() -> None:
             plan, case = self.plan, self.plan.case
             audit = Ledger(self.folder / "ledger", attempt=f"start {number}") if start.every else None
-            loader = case.make(rank=rank, world=start.world, size=start.size, last=plan.last, audit=audit)
+            loader = case.make(
+                rank=rank, world=start.world, workers=start.workers, size=start.size, last=plan.last, audit=audit
+            )
             if not start.every:
                 self._train(number, start, rank, loader, None, None)
                 return

@@ -37,7 +37,7 @@ class StartPlan:
     before each pass, as many loops do. ``rots``: before it, a bit of a
     file of the latest checkpoint has changed, at this share of its bytes. ``drifts``: at its second save, one rank has
     taken a batch more than the others. ``foolish``: then the next start loads the state of that rank: rows are lost.
-    ``forgets``: it restores nothing, and trains from the beginning.
+    ``forgets``: it restores nothing, and trains from the beginning. ``workers``: of each rank.
     """
 
     world: int
@@ -54,6 +54,7 @@ class StartPlan:
     drifts: bool = False
     foolish: bool = False
     forgets: bool = False
+    workers: int = 0
 
 
 @dataclass(frozen=True)
@@ -103,6 +104,7 @@ class Plan:
                 "calls set_epoch": start.chooses,
                 "a bit of the latest checkpoint has changed": start.rots is not None,
                 "a rank takes a batch more": start.drifts,
+                f"{start.workers} workers": start.workers > 0,
             }
             parts += [text for text, has in habits.items() if has]
             parts += [str(fault) for fault in start.faults] + ([str(start.exit)] if start.exit else [])
@@ -178,9 +180,20 @@ def _with_habits(plan: Plan, draws: random.Random) -> Plan:
     number = draws.randrange(4)
     if 0 < number < len(starts) and draws.random() < 0.4 and not starts[number - 1].foolish:
         starts[number] = replace(starts[number], forgets=True)
+    if draws.random() < 0.15:
+        starts = [_with_workers(draws, start, is_last=start is starts[-1]) for start in starts]
     return replace(
         plan, pipeline=pipeline, keep=keep, starts=tuple(starts), has_model=has_model or later, in_background=later
     )
+
+
+def _with_workers(draws: random.Random, start: StartPlan, *, is_last: bool) -> StartPlan:
+    """Draw the workers of each rank. One may die, or be late, by less or more than the loader waits."""
+    start = replace(start, workers=draws.choice((0, 1, 2, 3)))
+    if not start.workers or is_last or draws.random() < 0.5:
+        return start
+    late = Fault("worker", draws.randrange(start.world), draws.randint(1, 12), number=draws.choice((0, 0, 5, 50)))
+    return replace(start, faults=(*start.faults, late))
 
 
 def _at_commits(draws: random.Random, start: StartPlan) -> tuple[Fault, ...]:

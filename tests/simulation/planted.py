@@ -15,7 +15,7 @@ from midepoch.audit.records import Count
 from midepoch.checkpoint import background, local, manager, manifest, saving
 from midepoch.checkpoint.rendezvous import Leader
 from midepoch.checkpoint.store import Steps
-from midepoch.loader import leases, passes, state
+from midepoch.loader import leases, passes, state, workers
 from midepoch.loader.loader import Loader
 from midepoch.order.intervals import EMPTY
 from midepoch.pipeline.cursor import LaneCursor
@@ -320,6 +320,30 @@ def a_forgetful_start_removes_the_steps_of_the_one_before(patch: pytest.MonkeyPa
 def units_acknowledged_early_come_again(patch: pytest.MonkeyPatch) -> None:
     """Units that are done ahead of a cursor are not left out."""
     patch.setattr(LaneCursor, "done", property(lambda _: EMPTY))
+
+
+@planted
+def batches_of_the_pass_before(patch: pytest.MonkeyPatch) -> None:
+    """Workers continue with the plan of a pass that was left, and what they made is delivered in the next one."""
+    real = workers.WorkerPool.begin
+
+    def begin(self: workers.WorkerPool, plan: Any) -> workers.WorkerBatches:
+        self._run -= 1
+        return real(self, plan)
+
+    patch.setattr(workers.WorkerPool, "begin", begin)
+
+
+@planted
+def rows_made_before_they_were_excluded(patch: pytest.MonkeyPatch) -> None:
+    """What workers have made ahead of an exclusion is delivered."""
+    patch.setattr(workers.BundlePool, "_drop_stale", lambda *_: None)
+
+
+@planted
+def a_worker_is_not_told_that_it_may_go_on(patch: pytest.MonkeyPatch) -> None:
+    """It waits for room, and the loader for its batch."""
+    patch.setattr(workers.WorkerPool, "_grant", lambda *_: None)
 
 
 SOON = {

@@ -21,10 +21,12 @@ from greenlet import getcurrent
 from midepoch.audit import journal, ledger, orders
 from midepoch.checkpoint import background, local, manager, manifest, remote, rendezvous, restoring, saving, store
 from midepoch.distributed import keyvalue
-from midepoch.loader import lanes, meter, passes
+from midepoch.loader import lanes, meter, passes, workers
+from midepoch.pipeline import rows
 from simulation.cluster import Cluster, Task
 from simulation.disk import FIRST_NUMBER, Disk
 from simulation.store import Bucket, KeyValues, objects_of
+from simulation.workers import SimulatedCrew
 
 
 class Site:
@@ -146,6 +148,7 @@ _REPLACED: dict[Any, str] = {
     journal: "os mmap",
     passes: "perf_counter",
     meter: "perf_counter",
+    workers: "time",
     orders: "os secrets",
     keyvalue: "time secrets",
 }
@@ -193,6 +196,9 @@ def installed(site: Site) -> Iterator[Site]:
         (ledger, "_numbers", _PassNumbers(site)),
         (keyvalue, "process_group", lambda: None if site.values is None else group),
         (keyvalue, "_store", lambda: site.values),
+        (workers, "cores", lambda: 2),
+        (rows, "_FIRST", 4),  # an epoch has several bundles
+        (workers, "open_crew", lambda job, _, options: SimulatedCrew(site.cluster, job, options.num_workers)),
         (lanes, "_made", _Counters(site, "made")),
         (lanes, "_loaders", _Counters(site, "loaders")),
         (keyvalue, "_draws", _Counters(site, "draws")),
