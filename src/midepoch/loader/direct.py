@@ -70,6 +70,7 @@ class MadeAhead:
         """Stop, and drop what was made. Return True if the thread does not run any more."""
         self._over = True
         stopped = self._end is None or self._end() is not False
+        self._ready.put(None)  # another thread may wait for a value
         self._ready = queue.SimpleQueue() if stopped else self._ready
         return stopped
 

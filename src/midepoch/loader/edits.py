@@ -255,6 +255,13 @@ def _rows_left(spec: PipelineSpec, leaf: int) -> int:
     return min(source.rows, max(0, len(source.order.selection) - excluded))
 
 
+class Weights(dict[str, float]):
+    """The weights of a mix by source, which are changed by a method."""
+
+    def __setitem__(self, name: str, value: float) -> None:
+        raise TypeError(f"loader.weights does not change in place. Use loader.set_weights({{{name!r}: {value!r}, …}}).")
+
+
 def rows_of_documents(documents: Any, sources: Iterable[str]) -> dict[int, list[int]]:
     """Return rows by source, as provenance, ``midepoch audit`` and ``Run`` name documents.
 
@@ -273,7 +280,8 @@ def rows_of_documents(documents: Any, sources: Iterable[str]) -> dict[int, list[
     except TypeError:
         raise TypeError(
             "exclude(documents=…) takes a batch with provenance, its doc_ids, or (source, row) pairs such as "
-            f"[('web', 17)], got {documents!r:.60}. Batches have provenance after loader(…, provenance=True)."
+            f"[('web', 17)], got {documents!r:.60}. Batches have provenance after loader(…, provenance=True), and with "
+            "a collate_fn that keeps row['doc_ids']."
         ) from None
     rows: dict[int, list[int]] = {}
     for source, row in found:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,8 @@ from midepoch.pipeline.reach import start as start_of
 
 if TYPE_CHECKING:
     from midepoch.loader.loader import Loader
+
+_log = logging.getLogger("midepoch")
 
 
 class LeaseItems:
@@ -207,6 +210,11 @@ def leave_leases(loader: Loader, batches: Pass, tracker: Tracker) -> None:
     tracker.ended = tracker.ended or batches.ended
     tracker.settle()
     tracker.returned |= set(tracker.out)
+    if tracker.ended and 0 < tracker.delivered == len(tracker.out):
+        _log.warning(
+            "%s out at the end of the epoch, and none was acknowledged: the next block delivers them again. Call "
+            "lease.ack() for each batch that was used.", _count(len(tracker.out)),
+        )  # fmt: skip
     if loader._ledger is not None:
         loader._ledger.returned()
     run = loader._run

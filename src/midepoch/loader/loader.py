@@ -473,7 +473,7 @@ class Loader(Resumable):
             if mix.learned is not None and mix.learned.applies(cursor.epoch, phase):
                 weights = mix.learned.weights
         found = shares(weights)
-        return dict(zip(mix.names, found, strict=True)) if mix.names else found
+        return edits.Weights(zip(mix.names, found, strict=True)) if mix.names else found
 
     @property
     def phase(self) -> str | None:
@@ -624,8 +624,16 @@ class Loader(Resumable):
 
     def close(self) -> None:
         """Stop threads and workers now. They also stop with the loader, and with the process however it exits."""
+        by_next = self._pass is not None
         self._end_iteration()
+        self._run = runs.pause(self._run) if by_next else self._run
         self._feeds.close()
+
+    def __getitem__(self, number: object) -> Any:
+        raise TypeError(
+            "a loader makes batches itself, one after the other. Use next(loader) for a batch, loader.dataset[0] for a "
+            "row, and the loader in place of a DataLoader."
+        )
 
     def __enter__(self: Self) -> Self:
         return self

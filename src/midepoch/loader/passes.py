@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Mapping
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
-from midepoch._internal.hints import warn_once
+from midepoch._internal.hints import Elsewhere, warn_once
 from midepoch._internal.processes import silent_at_exit
 from midepoch._internal.resumable import Resumable
 from midepoch.audit.records import LeaseSteps
@@ -23,6 +24,8 @@ from midepoch.transforms.formats import prepare
 if TYPE_CHECKING:
     from midepoch.loader.feeds import Feed
     from midepoch.loader.loader import Loader
+
+_log = logging.getLogger("midepoch")
 
 
 class StepsPass(Resumable):
@@ -67,6 +70,8 @@ class StepsPass(Resumable):
 
 class Pass(Resumable):
     """Iterator over the batches of a pass. The state of the loader moves with every batch."""
+
+    next = Elsewhere("iter(loader)", "next", "Use next(batches), or for batch in loader.")
 
     _closed = True  # before it has begun
     ended = False
@@ -186,6 +191,7 @@ class Pass(Resumable):
                 loader._compare(self.start, first=not self._made)
             feed = self.feed or self.opened()
             made = feed.next()
+            check_continues(None, self._closed)  # another thread has closed it meanwhile
             if made is not None:
                 if self._start.restart is not None:  # something is left: the last pass was incomplete
                     restart, self._start = self._start.restart, self._start._replace(restart=None)
@@ -203,6 +209,10 @@ class Pass(Resumable):
             if not self._made and self.leased is None:
                 loader._compare(self.start, first=False)  # a pass also for this rank: others may have had a batch
             self._over = self.ended = True
+            if not (self._made or self._start.cursor.begun or self._start.rolled) and loader.last_batch == "drop":
+                _log.warning(
+                    "epoch %d has no batch: its rows are fewer than one, and last_batch is 'drop'.", feed.end.epoch
+                )
             self._record_end(feed)
             loader._finish(feed.end, rolled=self._start.rolled, looked=not self._made)
             return None

@@ -119,6 +119,11 @@ def leave(state: RunState, start: Cursor, batches: int) -> RunState:
     return state._replace(kind=Kind.LEFT, loaded=None)
 
 
+def pause(state: RunState) -> RunState:
+    """Return the state after ``close()`` between two calls of ``next()``: the next pass continues."""
+    return state._replace(next=state.cursor, kind=Kind.LOADED, loaded=None) if was_left(state) else state
+
+
 def finish(state: RunState, end: Cursor, *, rolled: bool, looked: bool = False) -> RunState:
     """Return the state at the end of an epoch. ``looked``: by a look at its last batch, or by one that found none.
 
