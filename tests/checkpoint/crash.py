@@ -58,6 +58,8 @@ def save(
 ) -> None:
     checkpoint = PipelineCheckpoint(folder, backend=backend, async_save=asynchronous)
     model = torch_model_at(value) if backend == "dcp" else model_at(value)
+    if checkpoint.steps():
+        checkpoint.manifest(checkpoint.steps()[-1])  # else it would not replace a step
     if trace:
         tracer.begin()
     checkpoint.save(Numbers(value), model, step=step, metadata={"value": value}, keep=keep)

@@ -33,6 +33,8 @@ def main(folder: str, data: str, rank: int, size: int, how: str, step: int, when
             batches = [batch["id"].tolist() for batch in loader]
             print("restored", found, model["step"], float(model["w"][0]), batches, np.random.rand(), flush=True)
             return
+        if how == "again":
+            checkpoint.manifest(step - 1)
         batches = 3 if when == "ahead" and rank == size - 1 else 2
         passing = iter(loader)
         for _ in range(batches):

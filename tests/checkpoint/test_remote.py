@@ -252,7 +252,9 @@ def test_a_step_committed_before_or_during_the_removal_of_another_stays(s3_serve
 
     def late(names: Any) -> None:
         steps.store._objects.delete = delete
-        save(open_at(address, s3_server.endpoint), 1)
+        other = open_at(address, s3_server.endpoint)
+        other.manifest(1)
+        save(other, 1)
         delete(names)
 
     steps.store._objects.delete = late

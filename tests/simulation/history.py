@@ -197,7 +197,7 @@ class History:
                     if not self._tolerates(start):
                         raise
             before = self._saved[rank] and self._saved[rank][0] <= max(earlier, default=0)  # else it is a later one
-            lost = earlier - self._steps_of(saver) - {*self._saved[rank]}
+            lost = earlier - self._steps_of(saver)
             if lost and before and not (self.rotten or self.disk.lost):
                 raise FindingError(f"start {number} forgot to restore, and removed the steps {lost} of the one before")
 
@@ -275,7 +275,8 @@ class History:
             except CheckpointSaveError as problem:
                 self._begun.pop(rank, None)
                 apart = by_steps and "one state cannot hold both" in str(problem)  # in different epochs of the data
-                if not (self._tolerates(start) or apart):
+                refused = start.forgets and "is not replaced" in str(problem)
+                if not (self._tolerates(start) or apart or refused):
                     raise
 
         def edit() -> None:

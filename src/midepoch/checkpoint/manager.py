@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from os import PathLike, fspath
 from typing import TYPE_CHECKING, Any
 
-from midepoch._internal.hints import hinted_methods, no_attribute
+from midepoch._internal.hints import hinted_methods, no_attribute, warn_once
 from midepoch._internal.values import integer, reason
 from midepoch.checkpoint import restoring, saving
 from midepoch.checkpoint.backends import backend_named
@@ -24,7 +24,7 @@ from midepoch.checkpoint.stateful import check_saveable, fit, refuse_copies
 from midepoch.checkpoint.store import Steps, open_store
 from midepoch.distributed.keyvalue import run_identity
 from midepoch.distributed.world import World, find_world
-from midepoch.errors import CheckpointDamagedError, CheckpointNotFoundError, MidepochError
+from midepoch.errors import CheckpointDamagedError, CheckpointNotFoundError, CheckpointSaveError, MidepochError
 
 _log = logging.getLogger("midepoch")
 _rendezvous: Counter[tuple[str, str, int]] = Counter()  # of this process, by directory, purpose and rank
@@ -154,10 +154,10 @@ class PipelineCheckpoint:
         if step is None and world.size > 1:
             raise ValueError("save(step=…) is required with several ranks: they must agree on it.")
         number = integer(max(self._steps.numbers(), default=0) + 1 if step is None else step, "save(step=…)")
-        self._note_forgotten(number, world)
         group = self._group_name(f"save-{number}", world)
         memory: dict[Any, Any] = {}
         try:
+            self._refuse_forgotten(number, world)
             # An earlier error may be of this rank alone: the others save this step, and so does this one.
             earlier = self._background.finish()
             checked = checked_metadata({} if metadata is None else metadata)
@@ -179,24 +179,28 @@ class PipelineCheckpoint:
             raise earlier
         return number
 
-    def _note_forgotten(self, number: int, world: World) -> None:
-        """Keep the steps of an earlier start, and warn, if this one restored nothing and saves a step before them."""
-        if self._asked:
+    def _refuse_forgotten(self, number: int, world: World) -> None:
+        """Keep the steps of an earlier start if this one restored nothing and saves a step before the last of them.
+
+        Raise CheckpointSaveError if it would replace one.
+        """
+        if not self._asked:
+            self._asked, manifests = True, list[Manifest]()
+            with suppress(MidepochError, OSError):  # the save says what is wrong
+                manifests, _ = self._steps.manifests()
+            if manifests and manifests[-1].step >= number:
+                self._kept = frozenset((manifest.step, manifest.sequence) for manifest in manifests)
+        if not self._kept:
             return
-        self._asked, manifests = True, list[Manifest]()
-        with suppress(MidepochError, OSError):  # the save says what is wrong
-            manifests, _ = self._steps.manifests()
-        if manifests and manifests[-1].step >= number:
-            self._kept = frozenset((manifest.step, manifest.sequence) for manifest in manifests)
-            if world.rank == 0:
-                _log.warning(
-                    "%s has steps up to %d of an earlier start. This one saves step %d, and has restored nothing. To "
-                    "continue the earlier one, call restore_latest() before training. For another run, use another "
-                    "folder. The earlier steps are kept.",
-                    self._steps.name,
-                    manifests[-1].step,
-                    number,
-                )
+        last = max(step for step, _ in self._kept)
+        text = (
+            f"{self._steps.name} has steps up to {last} of an earlier start, and this one has restored nothing. To "
+            "continue the earlier one, call restore_latest() before training. For another run, use another folder"
+        )
+        if number in {step for step, _ in self._kept}:
+            raise CheckpointSaveError(f"step {number} is not replaced: {text}, or delete({number}).")
+        if not world.rank:
+            warn_once("%s. The earlier steps are kept.", text)
 
     def _run(self, job: saving.SaveJob, world: World, rules: Keep, memory: dict[Any, Any]) -> None:
         try:
@@ -357,6 +361,7 @@ class PipelineCheckpoint:
     def delete(self, step: int) -> None:
         """Remove a step."""
         self._background.wait()
+        self._kept = frozenset(one for one in self._kept if one[0] != step)
         if integer(step, "delete") not in self._steps.numbers():
             there = ", ".join(map(str, self.steps())) or "none"
             raise CheckpointNotFoundError(f"{self._steps.name} has no step {step}. Existing steps: {there}.")

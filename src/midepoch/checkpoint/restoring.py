@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import secrets
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -117,13 +118,17 @@ class LoadedStep:
             stateful.check_class(part.target, saved_class, part.name)
             stateful.check_fits(part.target, part.outline, part.name)
         names = {part.name for part in self.parts} | self.models.keys()
-        left = [part for part in ("model", "optimizer") if part in manifest.parts and part not in names]
-        if left and "data" in names:
+        has_data = any(part.partition("-")[0] == "data" for part in manifest.parts)
+        saved = ["data"] * has_data + [part for part in manifest.parts if part.startswith(("model", "optim", "extra."))]
+        left = [part for part in saved if part.removeprefix("extra.") not in names]
+        if left and names & {"data", "optimizer"}:  # the weights alone are for something else
             _log.warning(
-                "step %d also has the %s: restore was not given %s. Pass %s, or the values and the data are of "
+                "step %d also has %s: restore was not given %s. Pass %s, or the values and the data are of "
                 "different steps.",
                 manifest.step,
-                " and the ".join(left),
+                " and ".join(
+                    f"extra={{{part[6:]!r}: …}}" if part.startswith("extra.") else f"the {part}" for part in left
+                ),
                 *["them" if len(left) > 1 else "it"] * 2,
             )
         restorables: list[LoadedPart | Restorable] = [*self.parts]
@@ -256,10 +261,26 @@ class StepLoader:
                 f"no step of {self.steps.name} can be restored: {'; '.join(problems)}. "
                 "To start from the beginning, use another folder."
             )
+        if others := _instead_of_steps(self.steps.name):
+            _log.warning("%s has no step: nothing is restored. %s", self.steps.name, others)
+        else:
+            _log.info("%s has no step: this is a first start", self.steps.name)
         return None
 
 
 _LISTED = 20
+
+
+def _instead_of_steps(folder: str) -> str:
+    """Return what a local folder has that could be meant, as a sentence, or ""."""
+    with suppress(OSError):
+        for name in sorted(os.listdir(folder)):
+            if name.startswith("checkpoint-") or name.endswith((".pt", ".pth", ".ckpt", ".safetensors")):
+                return f"It has {name}, which another library wrote: load it with that."
+            inside = os.path.join(folder, name)
+            if os.path.isdir(inside) and any(one.startswith("step_") for one in os.listdir(inside)):
+                return f"There are steps in {inside}: use PipelineCheckpoint({inside!r})."
+    return ""
 
 
 def named_manifest(steps: Steps, step: int) -> Manifest:
