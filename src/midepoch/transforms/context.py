@@ -75,7 +75,9 @@ class ContextSlice:
         if self.layout not in CP_LAYOUTS:
             raise ValueError(f"cp_layout must be one of {', '.join(map(repr, CP_LAYOUTS))}, got {self.layout!r}")
         if not 0 <= self.rank < self.size:
-            raise ValueError(f"the rank of context_parallel must be in [0, {self.size}), got {self.rank}")
+            raise ValueError(
+                f"context_parallel=(rank, size) needs a rank from 0 to size - 1, got ({self.rank}, {self.size})."
+            )
 
     @staticmethod
     def of(given: Any, layout: str = "contiguous") -> ContextSlice:

@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pyarrow as pa
@@ -65,6 +65,8 @@ class Transform:
     """Function of a row for a transform of batches: it gets a batch of one row, and its columns replace all others."""
 
     function: Callable[[dict[str, Any]], Any]
+    method: ClassVar[str] = "with_transform"
+    gets_lists: ClassVar[bool] = True
 
     @property
     def __name__(self) -> str:
@@ -124,11 +126,18 @@ class Tokenize:
             )
         if texts and not isinstance(texts[0], str | list | tuple):
             raise MapError(f"a tokenizer takes text, but the column holds {type(texts[0]).__name__}: {texts[0]!r:.60}")
+        words = self.options.keys() & {"is_pretokenized", "is_split_into_words"}
+        if texts and isinstance(texts[0], list) and not words:
+            raise MapError(
+                "a tokenizer takes text, but the column holds lists of texts. Make a row of each with unbatch(), join "
+                "them with map, or pass is_split_into_words=True (is_pretokenized=True for tokenizers) for words."
+            )
         backend = self._backend()
         if backend is not None:
             encode = getattr(backend, "encode_batch_fast", backend.encode_batch)
             return {self.output: lists_of([encoding.ids for encoding in encode(texts, **self.options)])}
-        options = {"return_attention_mask": False, "return_token_type_ids": False, **self.options}
+        padded = self.options.get("padding") not in (None, False, "do_not_pad")
+        options = {"return_attention_mask": padded, "return_token_type_ids": False, **self.options}
         columns = self.tokenizer(texts, **options)
         if "input_ids" not in columns:
             raise MapError(f"the tokenizer returned {', '.join(columns)}: there are no input_ids")

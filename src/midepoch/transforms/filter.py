@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
@@ -24,6 +24,11 @@ if TYPE_CHECKING:
     import pyarrow.compute as pc
 
 
+def _is_no_answer(result: Any) -> bool:
+    """Return True for objects that are true or false for another reason: an iterator, a function, or a row."""
+    return isinstance(result, (Mapping, Iterator)) or callable(result)
+
+
 @dataclass(frozen=True, eq=False)
 class FilterRows(Function):
     """One call of ``filter`` with a function."""
@@ -40,20 +45,22 @@ class FilterRows(Function):
             # Fast path without a wrapper call per row. If a call fails, all rows are run again below, one by one.
             function, columns, first = self.function, self.input_columns, self.fresh(given)
             try:
-                if columns is not None and len(columns) == 1 and self.input_format == "python":
+                values: Any = []
+                if columns is None:
+                    values = present_rows(first, self.input_format)
+                elif len(columns) == 1 and self.input_format == "python":
                     values = present(first, "python")[columns[0]]
-                    return [i for i, value in enumerate(values) if function(value)]
-                rows = present_rows(first, self.input_format)
-                results = [function(row) for row in rows] if columns is None else []
-                if results and results[0] is not None and not isinstance(results[0], Mapping):
+                results = [function(value) for value in values]
+                if results and results[0] is not None and not _is_no_answer(results[0]):
                     return [i for i, kept in enumerate(results) if kept]
             except Exception:
                 pass
         return [i for i, kept in self.on_rows(given, run) if kept]
 
     def checked(self, result: Any) -> bool:
-        if isinstance(result, Mapping):
-            raise MapError(f"a filter must return True or False, it returned {type(result).__name__}")
+        if _is_no_answer(result):
+            remedy = ". Call it" if callable(result) else "" if isinstance(result, Mapping) else ". Use any() or all()"
+            raise MapError(f"a filter must return True or False, it returned a {type(result).__name__}{remedy}")
         if result is None:
             returned_nothing(self.call, "which leaves the row out. Return True or False.")
         try:

@@ -16,7 +16,7 @@ from midepoch.errors import MapError, MidepochError
 from midepoch.order.bijection import derive, derive_many
 from midepoch.storage.damage import is_damage
 from midepoch.transforms.batch import Batch, check_columns
-from midepoch.transforms.formats import Allocate, can_repeat, finish, present, present_rows, unshared
+from midepoch.transforms.formats import Allocate, can_repeat, finish, own_copy, present, present_rows, unshared
 from midepoch.transforms.generators import Generators, Seeds, torch_generator
 
 T = TypeVar("T")
@@ -88,7 +88,12 @@ class Function:
 
     @property
     def call(self) -> str:
-        return f"{self.kind}({self.name})"
+        return f"{getattr(self.function, 'method', self.kind)}({self.name})"
+
+    @property
+    def gets_lists(self) -> bool:
+        """True if the function gets a list of each column."""
+        return self.batched or getattr(self.function, "gets_lists", False)
 
     def given(self, batch: Batch) -> Batch:
         """Return the columns for the function. They are not owned, so that its writes do not change the batch."""
@@ -125,6 +130,7 @@ class Function:
         results: list[tuple[int, Any]] = []
         seeds = [] if run.seeds is None else run.seeds.of(given.rows, given.ordinals)
         generators = list(self._generators(given, run)) if self.with_generator else []
+        copies = _Copies()
         for i, row in enumerate(rows):
             number = int(given.rows[i])
             try:
@@ -143,7 +149,7 @@ class Function:
                     take = None
                 else:
                     result = left
-            results.append((i, result))
+            results.append((i, copies.of(result, results)))
         return results
 
     def on_groups(self, given: Batch, run: RunContext) -> list[tuple[int, int, Any]]:
@@ -208,6 +214,31 @@ class Function:
         failed(what, self.on_error, problem, run, len(rows), _remedy(problem, given, self))
 
 
+class _Copies:
+    """Copies of results, if a function returns an object that it has returned for the row before: it may fill it again.
+
+    Only the first two rows are compared, so that others cost nothing.
+    """
+
+    def __init__(self) -> None:
+        self._first: Any = None
+        self._copy: Any = None
+        self._needed = False
+
+    def of(self, result: Any, results: list[tuple[int, Any]]) -> Any:
+        """Return the result, or a copy. ``results``: those before, of which the first one may be replaced."""
+        if not results:
+            self._first = result
+            self._copy = own_copy(result) if type(result) is dict else result
+            self._values = list(result.values()) if type(result) is dict else []
+        elif len(results) == 1 and type(result) is dict:
+            old = {id(value) for value in self._values if isinstance(value, _REFILLED) or hasattr(value, "clone")}
+            if result is self._first or any(id(value) in old for value in result.values()):
+                self._needed, results[0] = True, (results[0][0], self._copy)
+        return own_copy(result) if self._needed else result
+
+
+_REFILLED = (list, dict, np.ndarray)
 _NOT_LIST = re.compile("not (iterable|subscriptable)|no len")
 _EXTRA_FIRST = re.compile(
     "'(int|.*Generator)' object is not subscriptable|"
@@ -221,8 +252,9 @@ def _remedy(problem: Exception, row: Any, call: Function) -> str:
     batched, columns = call.batched, call.input_columns
     if columns is not None and isinstance(problem, TypeError) and _NOT_ROW.search(str(problem)):
         return f". It is called with the values of {', '.join(columns)}: omit input_columns for a function of the row."
-    if batched and isinstance(problem, (TypeError, AttributeError)) and "'list'" in str(problem):
-        return ". It is called with a list of each column: omit batched=True for a function of one row."
+    if isinstance(problem, (TypeError, AttributeError)) and "'list'" in str(problem) and call.gets_lists:
+        instead = "omit batched=True" if batched else "use map"
+        return f". It is called with a list of each column: {instead} for a function of one row."
     if columns is None and re.search("(text input|TextEncodeInput) must be", str(problem)):
         return ". A tokenizer takes texts, and a row is a dict: use ds.tokenize(tokenizer), or input_columns='text'."
     if (
@@ -242,14 +274,33 @@ def _remedy(problem: Exception, row: Any, call: Function) -> str:
     if isinstance(problem, TypeError) and not batched and _NOT_LIST.search(str(problem)):
         return ". It is called with one row: pass batched=True for a function of lists."
     if isinstance(problem, KeyError) and isinstance(row, Mapping) and problem.args and problem.args[0] not in row:
-        return f". The row has: {', '.join(map(str, row))}."
-    if isinstance(problem, AttributeError) and str(problem).startswith("'dict' object"):
-        return f". A row is a dict: row[{problem.name!r}]."
+        return f". The row has: {', '.join(map(str, row))}. If it is a key of another dict, use .get()."
+    if isinstance(problem, AttributeError) and isinstance(row, Mapping):
+        return _of_attribute(problem, row)
     if isinstance(problem, TypeError) and re.search("positional argument|unexpected keyword", str(problem)):
         return (
             ". It is called with the row or the values of input_columns; with_indices=True adds its number, "
             "with_generator=True a generator, and fn_kwargs arguments by name."
         )
+    return ""
+
+
+def _of_attribute(problem: AttributeError, row: Mapping[str, Any]) -> str:
+    """Return where the attribute of a row, or of the value of a column, is found."""
+    name, kind = problem.name, str(problem).partition("'")[2].partition("'")[0]
+    columns = [column for column, value in row.items() if type(value).__name__ == kind]
+    if kind == "dict" and (name in row or not columns):
+        return f". A row is a dict: row[{name!r}]."
+    if kind == "dict":
+        files = [one for one in columns if row[one].keys() == {"bytes", "path"}]
+        column = next((one for one in (*columns, *files) if name in row[one]), (files or columns)[0])
+        if column in files:
+            return f". Column {column!r} holds the bytes of a file: call decode({column!r}) before."
+        return f". Column {column!r} is a dict of {', '.join(map(repr, row[column]))}: row[{column!r}][…]."
+    if kind == "list" and columns:
+        return f". Column {columns[0]!r} is a list here: use its values one by one, or call unbatch() before."
+    if kind in ("Tensor", "ndarray") and columns:
+        return f". Column {columns[0]!r} is a {kind} here, also an image after decode(). Without decode it is a file."
     return ""
 
 

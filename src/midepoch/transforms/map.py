@@ -9,7 +9,7 @@ the processor's cache then, and their memory can be used for the next row.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from inspect import isgenerator
 from typing import Any, ClassVar
@@ -21,7 +21,7 @@ from midepoch._internal.values import loaded
 from midepoch.errors import ColumnError, MapError
 from midepoch.transforms.arrow_values import as_arrow, flat_numbers, is_list, plain_array
 from midepoch.transforms.batch import Batch, Encoded, check_columns, join_columns, pick
-from midepoch.transforms.formats import Allocate, room
+from midepoch.transforms.formats import Allocate, own_copy, room
 from midepoch.transforms.function import Function, RunContext, returned_nothing
 
 _LEAST_BYTES = 4096
@@ -155,6 +155,12 @@ class Map(Function):
             results.append(result)
             kept.append(i)
         columns = {name: [result[name] for result in results] for name in (results[0] if results else ())}
+        for name, values in columns.items():
+            if isinstance(values[0], Iterator):
+                raise MapError(
+                    f"{self.call} returned a {type(values[0]).__name__} as column {name!r}: its values are not made "
+                    f"yet. Return list(…) of it."
+                )
         return kept, _like(results, columns | collected.columns() if collected else columns)
 
     def _groups(self, given: Batch, run: RunContext) -> tuple[list[int], dict[str, Any]]:
@@ -183,8 +189,12 @@ class Map(Function):
         if isinstance(result, pa.Table):
             return TableColumns.of(result, batched=self.batched)
         if not isinstance(result, Mapping):
-            kind, many = type(result).__name__, isgenerator(result)
-            remedy = ". Return one dict, or use flat_map for several rows of one" if many else ", not {'name': value}"
+            kind = type(result).__name__
+            remedy = ", not {'name': value}"
+            if isgenerator(result) or (isinstance(result, list) and result and isinstance(result[0], Mapping)):
+                remedy = ". Return one dict, or use flat_map for several rows of one"
+            elif result.__class__ is self.function:
+                remedy = f": {kind} is a class. Create an object first: map({kind}(…))"
             raise MapError(f"the function must return a dict of columns or None, it returned {kind}{remedy}")
         return result
 
@@ -278,10 +288,12 @@ class FlatMap(Function):
     def checked(self, result: Any) -> list[Mapping[str, Any]]:
         if not isinstance(result, Iterable) or isinstance(result, (str, bytes, Mapping)):
             raise MapError(f"the function must return rows (a list of dicts), it returned {type(result).__name__}")
-        rows = list(result)
-        for row in rows:
+        rows: list[Mapping[str, Any]] = []
+        again = isgenerator(result)  # one may yield the same dict again and again
+        for row in result:
             if not isinstance(row, Mapping):
                 raise MapError(f"the function must return rows (a list of dicts), one of them is {row!r:.60}")
+            rows.append(own_copy(row) if again else row)
         return rows
 
 

@@ -240,7 +240,11 @@ class Documents:
         lengths = found[spec.column].lengths
         for name in spec.extra:
             if not np.array_equal(found[name].lengths, lengths):
-                raise MapError(f"pack: columns {spec.column!r} and {name!r} are not equally long in every row.")
+                row = int(np.flatnonzero(found[name].lengths != lengths)[0])
+                raise MapError(
+                    f"pack: {spec.column!r} has {lengths[row]} values in row {rows[row]} of the dataset, and {name!r} "
+                    f"has {found[name].lengths[row]}. Give it one for each token, or omit it from extra."
+                )
         values = {name: lists.values for name, lists in found.items()}
         if spec.eos is None:
             return Documents(lengths, values)

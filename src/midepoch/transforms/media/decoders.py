@@ -224,6 +224,8 @@ def decoder_of(kind: str, options: dict[str, Any]) -> Images | Audio | Video:
     for name in ("frames", "sampling_rate"):
         if given.get(name) is not None:
             given[name] = integer(given[name], f"decode({name}=…)", 1)
+    if (given.get("sampling_rate") or 1000) < 1000:
+        raise ValueError(f"decode(sampling_rate=…) is in Hz, as in 16_000, got {given['sampling_rate']}")
     frames = given.pop("frames", None)
     decoder: Images | Audio | Video
     if kind == "audio":
