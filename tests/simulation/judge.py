@@ -121,7 +121,10 @@ def _check_ledger(history: History) -> None:
         proof = next((one for one in epochs if one.epoch == epoch), None)
         if proof is None or not proof.complete:
             raise FindingError(f"the ledger does not prove epoch {epoch}: {proof}")
-        in_outputs = plan.pipeline in IN_ROWS and plan.last != "drop" and not _OF_OUTPUTS.intersection(plan.features)
+        in_outputs = (
+            plan.case.pipeline in IN_ROWS and plan.last != "drop" and not _OF_OUTPUTS.intersection(plan.features)
+        )
+        in_outputs = in_outputs and not {"exclude rows", "exclude steps"} <= {*plan.features}  # one may be both
         is_told = not plan.in_lanes or in_outputs
         came = proof.once - proof.filtered - proof.excluded_outputs
         if is_told and came != sum(seen[epoch].values()):

@@ -102,7 +102,18 @@ def test_a_failure_is_shrunk(simulator: Simulator) -> None:
 def test_faults_of_all_kinds_are_drawn() -> None:
     plans = [draw(seed) for seed in range(2000)]
     kinds = {fault.kind for plan in plans for start in plan.starts for fault in start.faults}
-    assert kinds == {"kill", "power", "interrupt", "error", "jump", "throttle", "lost answer", "twice", "slow"}
+    assert kinds == {
+        "kill",
+        "power",
+        "interrupt",
+        "error",
+        "jump",
+        "throttle",
+        "lost answer",
+        "twice",
+        "slow",
+        "worker",
+    }
     assert all(not start.faults and start.exit is None for start in (plan.starts[-1] for plan in plans))
     assert {feature for plan in plans for feature in plan.features} >= {"lease", "schedule", "tokens, planned"}
 

@@ -131,7 +131,7 @@ class SimulatedCrew:
     def is_ready(self, number: int, seconds: float) -> bool:
         return self._links[number].outbox.wait(seconds)
 
-    def fail(self, number: int, problem: tuple[Exception, str]) -> None:  # noqa: ARG002
+    def fail(self, number: int, problem: tuple[Exception, str]) -> None:
         raise problem[0]
 
     def close(self) -> None:
