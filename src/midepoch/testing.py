@@ -46,8 +46,13 @@ def assert_resumes_exactly(
         raise TypeError(f"assert_resumes_exactly takes a function, as in lambda: ds.loader(8), got {make!r:.60}")
     if callable(resume_with):
         raise TypeError("resume_with takes a list of functions, as in [lambda: ds.loader(8, num_workers=2)]")
+    if steps is not None and not isinstance(steps, Iterable):
+        raise TypeError(f"steps takes numbers of moments, such as range(5), got {steps!r}")
+    tail = tail if tail is None else integer(tail, "tail", 1)
     cuts, items = _uninterrupted(make, integer(epochs, "epochs", 1))
     wanted = range(len(cuts)) if steps is None else [step for step in steps if step < len(cuts)]
+    if not wanted:
+        raise ValueError(f"steps has no moment of these epochs: they are numbered from 0 to {len(cuts) - 1}.")
     checked = 0
     tails = steps if isinstance(steps, Mapping) else dict.fromkeys(wanted, tail)
     for step in wanted:
@@ -100,7 +105,15 @@ def _uninterrupted(make: Make, epochs: int) -> tuple[list[tuple[int, Any, bool]]
             cuts.append((len(items), _through_json(source.state_dict()), False))
     _close(source)
     plain = make()
-    _compare(items, [item for _ in range(epochs + 1) for item in plain], "a run whose state was never requested")
+    if plain is source and hasattr(source, "close"):
+        raise ValueError("the function must create a new loader or dataset at every call, not return the same one.")
+    try:
+        _compare(items, [item for _ in range(epochs + 1) for item in plain], "another run without a resume")
+    except AssertionError as problem:
+        raise AssertionError(
+            f"{problem}\nTwo runs differ already, so this is not about resuming: is there a seed (shuffle(seed=1)), or "
+            "a function with random numbers of its own (use map(with_generator=True)), or one that reads the time?"
+        ) from None
     _close(plain)
     return cuts, items
 

@@ -101,7 +101,7 @@ def test_shards(ds: midepoch.Dataset) -> None:
             assert [len(ds.shard(count, i, mode=mode)) for i in range(count)] == list(map(len, parts))
     with pytest.raises(ValueError, match="37 rows cannot be split into 38 shards"):
         ds.shard(38, 0)
-    with pytest.raises(ValueError, match=r"\[0, 2\)"):
+    with pytest.raises(ValueError, match="from 0 to 1"):
         ds.shard(2, 2)
     with pytest.raises(ValueError, match="mode"):
         ds.shard(2, 0, mode="row")

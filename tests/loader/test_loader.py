@@ -185,7 +185,7 @@ def test_world_and_shard(ds: midepoch.Dataset) -> None:
         ds.shard(3, 1).loader(4, rank=0, world_size=2)
     with pytest.raises(ValueError, match="both rank and world_size"):
         ds.loader(4, rank=0)
-    with pytest.raises(ValueError, match=r"\[0, 2\)"):
+    with pytest.raises(ValueError, match="from 0 to 1"):
         ds.loader(4, rank=2, world_size=2)
 
 

@@ -136,7 +136,7 @@ def test_refuses_bad_arguments() -> None:
         Shuffle(1, "window", 0)
     with pytest.raises(ValueError, match="lanes"):
         Order(Selection.of_ranges([(0, 1)]), None, 0)
-    with pytest.raises(ValueError, match=r"\[0, 2\)"):
+    with pytest.raises(ValueError, match="from 0 to 1"):
         Shard(2, 2)
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
+from midepoch._internal.hints import warn_once
 from midepoch._internal.progress import Progress, shown
 from midepoch.dataset import parts
 from midepoch.dataset.digest import UndigestibleError, digest_of
@@ -68,6 +69,11 @@ def _check(ds: Dataset) -> None:
         )
     if is_endless(spec.node):
         raise ValueError('cache() of a mix with stop="never" would have no end. Use stop="all", or take(n).')
+    steps = [step for part in (*spec.node.leaves, *spec.node.stages) for step in getattr(part, "steps", ())]
+    if drawing := next((step for step in steps if isinstance(step, Function) and step.with_generator), None):
+        warn_once(
+            "cache(): the random numbers of %s are stored once, for all epochs. Call it after cache().", drawing.call
+        )
     if spec.format == ITEMS:
         raise ValueError(f"cache(): a row is an item here, without columns. {NAME_COLUMNS}")
     if ds._iteration.start.begun:

@@ -8,11 +8,11 @@ from collections.abc import Mapping, Sequence
 from os import PathLike
 from typing import Any
 
-from midepoch._internal.hints import hinted, name_of, remedy_for
+from midepoch._internal.hints import hinted, name_of, remedy_for, warn_once
 from midepoch.dataset import Dataset, habits
 from midepoch.errors import ColumnError, DataNotFoundError, MidepochError
 from midepoch.order.bijection import check_seed
-from midepoch.order.schedule import Schedule
+from midepoch.order.schedule import Phase, Schedule
 from midepoch.pipeline.node import Combination, Concat, Mix, Node, Zip
 from midepoch.pipeline.spec import PipelineSpec
 
@@ -84,6 +84,10 @@ def mix(
     try:
         chosen = [1.0] * len(parts) if weights is None else [float(weight) for weight in weights]
     except (TypeError, ValueError):
+        if any(isinstance(weight, Phase) for weight in given):
+            raise TypeError(
+                "mix got phases as weights. Make a schedule of them: mix(sources, Schedule([…]))."
+            ) from None
         raise TypeError(f"mix: weights are numbers in a list or dict, [0.7, 0.3], got {weights!r:.60}") from None
     if len(chosen) != len(parts):
         raise ValueError(
@@ -163,6 +167,12 @@ def concatenate_datasets(dsets: Sequence[Any], axis: int = 0) -> Dataset:
 def concat(sources: Sequence[Any], *others: Any) -> Dataset:
     """Concatenate datasets. (Each lane iterates its part of all of them.)"""
     parts = _parts(None if others else sources, "concat")
+    columns = [set(part.known_columns) for part in parts if part.known_columns]
+    if len(columns) == len(parts) and not set.intersection(*columns):
+        warn_once(
+            "concat: no column is in all parts (%s), and rows have null for those that their part lacks. Use "
+            "rename_columns if they mean the same.", "; ".join(", ".join(sorted(names)) for names in columns),
+        )  # fmt: skip
     return _combined(Concat(parts), sources)
 
 
@@ -174,6 +184,15 @@ def zip(sources: Sequence[Any], *others: Any) -> Dataset:  # noqa: A001  (the na
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
         raise ColumnError(f"zip: {', '.join(map(repr, twice))} in two of the parts. Use rename_columns in one of them.")
+    orders = {tuple(each.order.shuffle for each in part.leaves) for part in parts}
+    counts = {rows for source in sources if (rows := source.pipeline.numbered) is not None}
+    if len(orders) > 1:
+        warn_once(
+            "zip combines rows in the orders of its parts, which are shuffled differently: what stands side by side "
+            "does not belong together. Shuffle the result: zip([a, b]).shuffle(seed=1)."
+        )
+    elif len(counts) > 1:
+        warn_once("zip ends with the shortest part: they have %s rows.", " and ".join(map(str, sorted(counts))))
     return _combined(Zip(parts), sources)
 
 

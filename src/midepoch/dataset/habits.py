@@ -18,6 +18,7 @@ _STORED = {
 }
 _FUNCTION = {
     **_STORED,
+    "num_parallel_calls": _WORKERS,
     "with_rank": "Results must not depend on the worker: use with_indices=True for the number of the row.",
     "features": "Convert columns with cast({'label': 'int32'}) after it.",
     "disable_nullable": "Convert columns with cast({'label': 'int32'}) after it.",
@@ -34,6 +35,7 @@ _ALL_ROWS = "All rows are shuffled, without a buffer: omit it. After filter, pac
 METHODS: dict[str, dict[str, str]] = {
     "__init__": {"spec missing": "Open data with midepoch.from_files(paths), or midepoch.load_dataset(name, split=…)."},
     "map": _FUNCTION,
+    "decode": {"too many": "The column, then the kind: decode('image', 'image', mode='RGB')."},
     "filter": {**_FUNCTION, "function": "Did you mean condition=?"},
     "flat_map": _FUNCTION,
     "shuffle": {
@@ -114,7 +116,6 @@ METHODS: dict[str, dict[str, str]] = {
         "format": "Did you mean type=?",
         "kind": "Did you mean type=?",
     },
-    "select": _STORED,
     "batch": {
         "batch_size": "Did you mean size=? For batches of training use ds.loader(batch_size=…).",
         "drop_last_batch": "Did you mean drop_last=?",
@@ -137,6 +138,7 @@ METHODS: dict[str, dict[str, str]] = {
     },
     "select_columns": {"columns": "Did you mean column_names=?"},
     "remove_columns": {"columns": "Did you mean column_names=?"},
+    "select": {**_STORED, "too many": "For a range of rows, use ds.slice(5, 10)."},
     "rename_column": {"new_column_name missing": "For a dict of names, use rename_columns."},
     "rename_columns": {"columns": "Did you mean column_mapping=?"},
     "cast": {"features": "Did you mean columns=?", **_STORED},
@@ -275,6 +277,15 @@ ATTRIBUTES = {
     "split_by_node": _RANKS,
     "streaming_split": _RANKS,
     "distribute": _RANKS,
+    "batched": "Use ds.loader(64) for batches of training, ds.iter(64) for others, or ds.batch(4) for rows of lists.",
+    "to_dicts": "Use list(ds), or list(ds.take(100)).",
+    "bucket_by_sequence_length": "Use ds.loader(max_tokens=…), which makes batches of rows of similar lengths.",
+    "group_by_length": "Use ds.loader(max_tokens=…), which makes batches of rows of similar lengths.",
+    "map_dict": "Use ds.map(lambda row: {'image': function(row['image'])}).",
+    **{
+        name: f"It is a method of the loader: loader = ds.loader(8), then loader.{name}(…)."
+        for name in ("set_weights", "exclude", "lease", "stats", "on_stats", "progress")
+    },
     "to_iter_dataset": "It is iterable, and resumable: for row in ds, or ds.loader(batch_size).",
     "to_tuple": "Rows are dicts: row['image'], row['label']. To name columns, use select_columns.",
     "compose": "Chain the steps: ds.map(…).filter(…).",

@@ -21,7 +21,7 @@ from midepoch.order import Selection, Shard, Shuffle, Weighted
 from midepoch.order.bijection import Bijection, check_seed, derive
 from midepoch.order.weights import checked
 from midepoch.pipeline.leaf import Leaf
-from midepoch.pipeline.node import Node, Slice, Window
+from midepoch.pipeline.node import Concat, Node, Slice, Window
 from midepoch.sources.splits import apportion, bound_of, split_sizes
 from midepoch.transforms.formats import ITEMS
 
@@ -226,9 +226,15 @@ def _shuffle_outputs(self: D, seed: int | None, scope: str | None, window: int |
     if seed is None or scope not in (None, "window"):
         raise ValueError(
             "shuffle after a step that changes the number of rows requires a seed and the scope 'window': "
-            "shuffle(seed=0, window=10_000). Shuffle first to permute all rows."
+            "shuffle(seed=0, window=10_000). Shuffle before that step to permute all rows."
         )
     size = 10_000 if window is None else integer(window, "shuffle(window=…)", 1)
+    base = self.pipeline.node.base
+    if window is None and isinstance(base, Concat) and sum(leaf.rows for leaf in self.pipeline.node.leaves) > size:
+        warn_once(
+            "shuffle after concat shuffles within windows of %s rows, so that the parts stay one after the other. To "
+            "interleave them, use mix([a.shuffle(seed=1), b.shuffle(seed=2)], weights=[len(a), len(b)]).", f"{size:,}",
+        )  # fmt: skip
     return self._with_stage(Window(size, check_seed(seed)))
 
 
@@ -374,7 +380,8 @@ def _results(self: D, function: Callable[[dict[str, Any]], Any]) -> pa.ChunkedAr
     if not callable(function):
         raise TypeError(
             f"sort: expected the name of a column or a function of a row, got {function!r:.60}. To sort by several "
-            "columns, sort by the last one first: rows of equal values keep their order."
+            "columns, sort by the last one first: rows of equal values keep their order. For values of your own, one "
+            "for each row: ds.select(np.argsort(values))."
         )
     ds = in_order(self, ITEMS if self.pipeline.format == ITEMS else "python")
     values = []

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import inspect
 import logging
+import random
+import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import CellType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from midepoch._internal.hints import nearest
+from midepoch._internal.hints import nearest, warn_once
 from midepoch._internal.values import integer
 from midepoch.errors import ColumnError
 from midepoch.order.schedule import Schedule
@@ -72,6 +75,11 @@ def rename_columns(self: D, column_mapping: Mapping[str, str]) -> D:
 
 def rename_column(self: D, original_column_name: str, new_column_name: str) -> D:
     """Rename one column."""
+    if original_column_name not in (known := self._columns or (original_column_name,)) and new_column_name in known:
+        raise ColumnError(
+            f"rename_column: there is no column {original_column_name!r}. The old name comes first: "
+            f"rename_column({new_column_name!r}, {original_column_name!r})."
+        )
     return self.rename_columns({original_column_name: new_column_name})
 
 
@@ -297,6 +305,8 @@ def _check_options(tokenizer: Any, options: Mapping[str, Any]) -> None:
     if not any(each.__name__ == "PreTrainedTokenizerBase" for each in type(tokenizer).__mro__):
         return
     known = inspect.signature(type(tokenizer).__call__).parameters
+    if "return_tensors" in options:
+        raise TypeError("tokenize() makes lists, which loader(…, layout='padded') pads. Omit return_tensors.")
     for name in options:
         if name not in known:
             hint = (
@@ -345,7 +355,8 @@ def decode(
     ``on_error`` with which the data was opened.
     """
     if self._columns is not None:
-        check_columns([column], self._columns, "decode")
+        remedy = "The first argument is a column: decode('image')." if column in ("pil", "rgb", "torchrgb") else ""
+        check_columns([column], self._columns, "decode", remedy)
     features = {"Image": "image", "Audio": "audio", "Video": "video"}
     options = {"size": size, "fit": fit, "mode": mode, "layout": layout, "shrink": shrink, "frames": frames}
     options |= {"sampling_rate": sampling_rate, "channels": channels}
@@ -420,8 +431,21 @@ def pack(
         mask_first,
         schedule,
     )
+    if drop_remainder and strategy == "best_fit":
+        _log.warning(
+            'pack(drop_remainder=True, strategy="best_fit") drops every sequence that is not exactly full, and these '
+            "are most. Omit drop_remainder: pad fills them."
+        )
     if self._columns is not None:
         check_used(self, list(spec.pads), "pack", TOKENIZE_FIRST)
+        masks = [name for name in self._columns if re.search("mask|labels", name) and name not in spec.pads]
+        if masks := [name for name in masks if name not in ("attention_mask", "special_tokens_mask")]:
+            _log.warning(
+                "pack: the column %r is left out. To pack it, too: extra={%r: %d}.",
+                masks[0],
+                masks[0],
+                -100 if masks[0] == LABELS else 0,
+            )
         if labels and LABELS in self._columns:
             raise ValueError(
                 "pack(labels=True): the rows have a column 'labels' of their own. Pack it with "
@@ -442,6 +466,8 @@ def check_used(self: Dataset, wanted: Sequence[str], what: str, remedy: str) -> 
             named, present = base.names[lacking] if base.names else lacking, parts[lacking] or ()
             what = f"{what}: source {named!r} of the mix"
             remedy = f"Rename one before the mix, for example rename_column({present[0]!r}, {name!r})."
+            if what.startswith("pack"):
+                remedy = f"Tokenize {named!r} before the mix, too, or the mix: mix(…).tokenize(tokenizer)."
             break
     check_columns(wanted, present, what, remedy)
 
@@ -464,6 +490,8 @@ def function_arguments(
         expression = " or a pyarrow expression, such as pyarrow.compute.field('x') > 3" if kind == "filter" else ""
         mask = kind == "filter" and hasattr(function, "dtype")
         remedy = ". For a mask of rows, use select(np.flatnonzero(mask))." if mask else ""
+        if callable(getattr(function, "map", None)):
+            remedy = f". Pass its method: {kind}({type(function).__name__}().map)"
         raise TypeError(f"{kind} takes a function{expression}, got {function!r:.60}{remedy}")
     called = function if inspect.isroutine(function) else getattr(function, "__call__", function)  # noqa: B004
     if inspect.iscoroutinefunction(called) or inspect.isasyncgenfunction(called):
@@ -480,6 +508,17 @@ def function_arguments(
         raise ValueError(
             f"{kind}(batch_size={batch_size}): groups have a fixed size, so that a resume makes the same ones. For "
             "one group of all rows of an epoch, pass batch_size=len(ds)."
+        )
+    if not with_generator and (own := _own_generator(called)):
+        warn_once(
+            "%s(%s) draws from the generator %r, of which every worker has a copy: the numbers depend on the workers, "
+            "and a resume repeats them. Use with_generator=True.", kind, _name(function), own,
+        )  # fmt: skip
+    if self._input_format == "arrow" and not batched and kind in ("map", "filter"):
+        warn_once(
+            "%s(%s) gets a table of one row after with_format('arrow'). For a dict, call with_format after it.",
+            kind,
+            _name(function),
         )
     used = None if input_columns is None else names_of(input_columns)
     if used is not None and self._columns is not None:
@@ -500,6 +539,18 @@ def function_arguments(
         "fn_kwargs": dict(fn_kwargs or {}),
         "input_format": self._input_format,
     }
+
+
+def _own_generator(function: Any) -> str | None:
+    """Return the name by which a function uses a generator of random numbers of the script, or None."""
+    code = getattr(function, "__code__", None)
+    if code is None:
+        return None
+    cells = [cell.cell_contents for cell in function.__closure__ or () if cell != CellType()]
+    used = {name: function.__globals__.get(name) for name in code.co_names}
+    used.update(zip(code.co_freevars, cells, strict=False))
+    kinds = (np.random.Generator, np.random.RandomState, random.Random)
+    return next((name for name, value in used.items() if isinstance(value, kinds)), None)
 
 
 def _on_error(given: str) -> str:

@@ -62,7 +62,13 @@ def find_world(rank: int | None = None, size: int | None = None, data_parallel: 
             raise ValueError("give either rank and world_size or data_parallel, not both")
         rank, size = integer(rank, "rank"), integer(size, "world_size", 1)
         if rank >= size:
-            raise ValueError(f"rank must be in [0, {size}), got {rank}")
+            raise ValueError(f"rank must be from 0 to {size - 1} for world_size={size}, got {rank}")
+        dist = process_group()
+        if dist is not None and dist.get_world_size() == size and dist.get_rank() != rank:
+            _log.warning(
+                "rank=%d of %d was given, and torch.distributed says that this is rank %d. Omit rank and world_size to "
+                "detect them: two processes with one rank load the same rows.", rank, size, dist.get_rank(),
+            )  # fmt: skip
         return World(rank, size)
     if data_parallel is not None:
         return _logged_once(part_of(data_parallel), "data_parallel")

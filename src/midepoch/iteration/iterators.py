@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, Protocol, cast
 import numpy as np
 import numpy.typing as npt
 
+from midepoch._internal.hints import nearest
 from midepoch._internal.resumable import Resumable
 from midepoch.errors import StateError
 from midepoch.order import Selection, Shard
@@ -210,6 +211,20 @@ class BatchIterator(Resumable):
         self._begin(self._owner.start_at(state))
 
 
+class Columns(dict[str, Any]):
+    """The columns of several rows, ``ds[:3]``."""
+
+    def __missing__(self, key: object) -> Any:
+        hint = (
+            f"Use list(ds.take(3))[{key}], or ds[{key}]." if isinstance(key, int) else nearest(str(key), self, "{!r}")
+        )
+        raise KeyError(f"ds[:3] is a dict of columns, and has no {key!r}. {hint} There are: {', '.join(self)}.")
+
+
+def _shown(columns: Any) -> Any:
+    return Columns(columns) if type(columns) is dict else columns
+
+
 class RandomAccess:
     """Random access to an epoch: ``get`` returns the same as ``list(ds)[key]``."""
 
@@ -231,11 +246,14 @@ class RandomAccess:
         if isinstance(key, slice) and all(
             at is None or hasattr(at, "__index__") for at in (key.start, key.stop, key.step)
         ):
-            return self._engine.columns(self._at(epoch, np.arange(*key.indices(count), dtype=np.int64)))
-        if not (isinstance(key, (list, tuple, range)) or hasattr(key, "__array__")) or np.ndim(key) != 1:
-            raise TypeError(f"rows are indexed by an integer, a slice or a list of integers, got {key!r}")
+            return _shown(self._engine.columns(self._at(epoch, np.arange(*key.indices(count), dtype=np.int64))))
+        names = isinstance(key, (list, tuple)) and any(isinstance(each, str) for each in key)
+        if names or not (isinstance(key, (list, tuple, range)) or hasattr(key, "__array__")) or np.ndim(key) != 1:
+            remedy = "Use ds.slice(None, '10%')" if isinstance(key, slice) else "Use ds[0], ds[:5] or ds[[0, 2]]"
+            remedy += ", ds.select_columns([…]) for columns, and ds[0]['text'] for a value." if names else "."
+            raise TypeError(f"rows are indexed by an integer, a slice or a list of integers, got {key!r:.60}. {remedy}")
         rows = Selection.of_ranges([(0, count)]).select(np.asarray(key))
-        return self._engine.columns(self._at(epoch, rows.source_rows(np.arange(len(rows)))))
+        return _shown(self._engine.columns(self._at(epoch, rows.source_rows(np.arange(len(rows))))))
 
     def first(self, epoch: int, count: int) -> Batch:
         """Return the first rows, after all functions."""

@@ -8,12 +8,14 @@ import os
 import struct
 import sys
 import tempfile
+import weakref
 from collections.abc import Callable, Collection
 from dataclasses import replace
 from multiprocessing import context, reduction
 from types import FrameType
 from typing import Any, NamedTuple, TypeVar
 
+from midepoch._internal.hints import warn_once
 from midepoch._internal.processes import silent_at_exit
 from midepoch.iteration.iterators import BatchIterator, IterationStart, LaneRows, PositionRows, RowIterator, RowSource
 from midepoch.order import Shard
@@ -190,6 +192,10 @@ class IterationState:
         self._round = self._batch = 0
         self._latest: RowIterator | BatchIterator | None = None
         self._delivered: Cursor | None = None
+        self._before: weakref.ref[Any] | None = None
+        """The iterator before the latest one, which may still be in use."""
+        self._finished: int | None = None
+        """The epoch that was iterated last, to its end."""
 
     def __getstate__(self) -> dict[str, Any]:
         return {"spec": self.spec, "shared": self.shared, "start": self.start}
@@ -218,6 +224,12 @@ class IterationState:
     def save(self) -> dict[str, Any]:
         """Return the state after the last row delivered."""
         live = self._latest
+        before = None if self._before is None else self._before()
+        if live is not None and before is not None and before.cursor.position > live.cursor.position:
+            warn_once(
+                "several iterations of this dataset are in progress, and this is the state of the newest. Use the "
+                "iterator's own state: rows = iter(ds), then rows.state_dict()."
+            )
         return self.save_at(self.cursor(), *((live.round, live.batch) if live else (self._round, self._batch)))
 
     def save_at(self, cursor: Cursor, round_: int = 0, batch: int = 0) -> dict[str, Any]:
@@ -388,12 +400,20 @@ class IterationState:
 
     def follow(self, iterator: _Iterator) -> _Iterator:
         """Take the state from an iterator from now on."""
+        self._before = None if self._latest is None else weakref.ref(self._latest)
         self._latest, self._delivered = iterator, None
         return iterator
 
     def epoch_over(self, iterator: Any, cursor: Cursor) -> None:
         """Note that an iterator has reached the end of an epoch: the next ``iter()`` starts at its beginning."""
         if iterator is self._latest:  # not one that a newer iterator has replaced
+            if self._finished == cursor.epoch and self.spec.node.shuffled and not self.shared.named:
+                warn_once(
+                    "epoch %s of a shuffled dataset was iterated twice, in the same order. For another one, call "
+                    "ds.set_epoch(epoch) before each pass, or use ds.loader(batch_size).",
+                    str(cursor.epoch),
+                )
+            self._finished = cursor.epoch
             self._latest, self._delivered, self.start = None, cursor, Cursor(cursor.epoch)
 
 

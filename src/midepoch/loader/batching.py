@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from math import lcm
@@ -27,6 +28,7 @@ from midepoch.transforms.context import ContextSlice
 from midepoch.transforms.layout import LAYOUTS, Layout
 from midepoch.transforms.packing import PackSpec
 
+_log = logging.getLogger("midepoch")
 _TOKENS = "input_ids"
 ReadColumn = Callable[[str, str], pa.ChunkedArray]
 """Function that reads a column of all rows of the dataset. The second argument names the call, for errors."""
@@ -129,6 +131,12 @@ class Batching:
             kind = "padded" if any(each is not None for each in wanted) else None
         if kind is None:
             return None
+        packs = [stage for stage in spec.node.stages if isinstance(stage, PackSpec)]
+        if kind == "padded" and packs and self.layout is not None and packs[-1].strategy == "concat":
+            _log.warning(
+                'loader(layout="padded"): packed sequences have one length already, and the attention mask that it '
+                "adds is 1 also for their padding. Omit layout."
+            )
         if not arrays:
             raise ValueError(f"layout={kind!r} makes arrays, but the format is {spec.format!r}. Omit one of them.")
         pads = self._pads()

@@ -162,7 +162,9 @@ def collated(batch: Batch, kind: str, options: Options, generators: Generators, 
         gets = "a dict of columns" if options.collate_columns else "a list of rows"
         hint = "" if options.collate_columns else ", and a row is a dict: row['text']"
         hint = f". It gets {gets}{hint}." if isinstance(problem, _OF_ROWS) or "unpack" in str(problem) else ""
-        if "expected Tensor as element" in str(problem):
+        if "but got dict" in str(problem):
+            hint = ". It gets a list of rows, and a row is a dict: row['text']."
+        elif "expected Tensor as element" in str(problem):
             hint = ". Values are as the format of the dataset has them: use ds.with_format('torch') for tensors."
         elif _UNLIKE.search(str(problem)):
             hint = (
@@ -173,6 +175,11 @@ def collated(batch: Batch, kind: str, options: Options, generators: Generators, 
             f"collate_fn failed on a batch of {len(batch)} rows{where}: {type(problem).__name__}: {problem}{hint}"
         ) from problem
     name = getattr(function, "__qualname__", type(function).__qualname__)
+    if PADDING in batch.columns and not (isinstance(value, Mapping) and PADDING in value):
+        warn_once(
+            "collate_fn %s leaves out 'is_padding', so that the rows that fill the last batch count as rows. Copy "
+            "row['is_padding'], or pass last_batch=\"uneven\".", name,
+        )  # fmt: skip
     if value is None:
         warn_once("collate_fn %s returned None, so that is the batch. Return the batch.", name)
     elif type(value) in (list, tuple) and value and all(type(one) is str and one in batch.columns for one in value):

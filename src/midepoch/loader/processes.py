@@ -35,7 +35,7 @@ import numpy as np
 import pyarrow as pa
 
 from midepoch._internal.processes import PREFIX
-from midepoch.errors import MidepochError, WorkerError
+from midepoch.errors import MapError, MidepochError, WorkerError
 from midepoch.iteration.state import unnamed_file
 from midepoch.loader.collation import collated
 from midepoch.loader.crew import SHORT, Crew, Job, MainIsGone, Message, ThreadCrew
@@ -569,6 +569,11 @@ class PipeLink:
             self._sender.send((about, result, problem), slot)
         except (BrokenPipeError, ConnectionError):
             raise MainIsGone from None
+        except (TypeError, AttributeError, pickle.PicklingError) as unsendable:
+            raise MapError(
+                f"a batch cannot be sent by a worker process: {unsendable}. Let functions return lists, arrays or "
+                "tensors, or use worker_type='thread'."
+            ) from unsendable
 
     def allocator(self, slot: int) -> Allocate:
         """Return a function that allocates parts of the next batch in its slot."""

@@ -10,13 +10,15 @@ import hashlib
 import inspect
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
-from midepoch._internal.hints import hinted, instead, is_array, opener_of, remedy_for
+from midepoch._internal.hints import hinted, instead, is_array, opener_of, remedy_for, warn_once
 from midepoch._internal.progress import Progress
 from midepoch._internal.values import loaded
 from midepoch.dataset import Dataset, habits, parts
@@ -77,7 +79,25 @@ def from_generator(
 
         return Generators().run("from_generator", ("functions", 0, 0), run, repeatable=False)
 
-    return dataset_of(stored(folder_for("generated", cache_dir), digest, "from_generator", write, expires=False))
+    root = folder_for("generated", cache_dir)
+    _note_changes(root / digest, given)
+    return dataset_of(stored(root, digest, "from_generator", write, expires=False))
+
+
+def _note_changes(folder: Path, given: Mapping[str, Any]) -> None:
+    """Warn if the rows are stored already, and a file that the function is given has changed since then."""
+    with suppress(OSError, ValueError):
+        if not (folder / parts.COMPLETE).exists():
+            return
+        stored_at = max(os.stat(folder / name).st_mtime for name in os.listdir(folder) if name != parts.COMPLETE)
+        paths = [value for value in given.values() if isinstance(value, (str, os.PathLike)) and os.path.isfile(value)]
+        if changed := [str(path) for path in paths if os.stat(path).st_mtime > stored_at]:
+            warn_once(
+                "from_generator: %s has changed since its rows were stored in %s, and these are used. For new ones, "
+                "pass another key=.",
+                changed[0],
+                str(folder),
+            )
 
 
 def _checked(function: Any) -> str:
@@ -206,7 +226,8 @@ def _length(dataset: Any) -> int:
     other = None if is_array(dataset) or isinstance(dataset, (list, tuple)) else opener_of(dataset)
     if isinstance(dataset, (str, bytes, Mapping)) or not (other is None or "map_style" in other):
         raise TypeError(instead("from_map_style", expected, dataset))
-    if not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
+    is_loader = hasattr(dataset, "dataset") and hasattr(dataset, "__iter__")
+    if is_loader or not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
         lacks = "len()" if hasattr(dataset, "__getitem__") else "ds[i]"
         raise TypeError(
             f"from_map_style takes {expected}, got {type(dataset).__name__} without {lacks}. {remedy_for(dataset)}"

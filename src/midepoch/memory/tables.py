@@ -12,7 +12,7 @@ import tempfile
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -44,6 +44,9 @@ _FEATURES = b"huggingface"
 Schema: TypeAlias = "pa.Schema | Mapping[str, Any] | None"
 
 
+_SPLITS = frozenset(("train", "test", "validation", "valid", "val", "dev", "eval"))
+
+
 @hinted(habits.OPEN["from_dict"])
 def from_dict(
     data: Mapping[str, Any], *, schema: Schema = None, cache_dir: str | os.PathLike[str] | None = None
@@ -56,6 +59,14 @@ def from_dict(
     """
     if not isinstance(data, Mapping):
         raise TypeError(instead("from_dict", "a dict of columns", data))
+    splits = _SPLITS.issuperset(data) and all(
+        isinstance(each, list) and each and isinstance(each[0], Mapping) for each in data.values()
+    )
+    if len(data) > 1 and splits:
+        raise TypeError(
+            f"from_dict takes columns, and {', '.join(map(repr, data))} look like splits of rows. Open one of them: "
+            f"midepoch.from_list(data[{next(iter(data))!r}])."
+        )
     return table_dataset(table_of(data, schema, "from_dict"), "from_dict", cache_dir)
 
 
@@ -146,8 +157,9 @@ def types_of(schema: Schema, what: str) -> dict[str, pa.DataType]:
 def _array(name: str, values: Any, kind: pa.DataType | None, what: str) -> Any:
     if isinstance(values, (pa.Array, pa.ChunkedArray)):
         return values if kind is None else _cast(name, values, kind, what)
-    if isinstance(values, (str, bytes, Mapping)) or not hasattr(values, "__len__"):
-        raise TypeError(f"{what}: column {name!r} must have a value for each row, got {values!r:.60}.")
+    if isinstance(values, (str, bytes, Mapping, Set)) or not hasattr(values, "__len__"):
+        order = " A set has no order: pass sorted(…)." if isinstance(values, Set) else ""
+        raise TypeError(f"{what}: column {name!r} must have a value for each row, got {values!r:.60}.{order}")
     try:
         if (whole := _fixed_lists(values)) is not None:
             return whole if kind is None else _cast(name, whole, kind, what)

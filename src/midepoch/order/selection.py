@@ -35,7 +35,10 @@ class Shard:
         if self.count < 1:
             raise ValueError(f"the number of shards must be at least 1, got {self.count}")
         if not 0 <= self.index < self.count:
-            raise ValueError(f"the index must be in [0, {self.count}), got {self.index}")
+            raise ValueError(
+                f"the index must be from 0 to {self.count - 1} for num_shards={self.count}, got {self.index}. By name: "
+                "shard(num_shards=4, index=1)."
+            )
 
     def before(self, position: int) -> int:
         """Return the number of positions of this shard before ``position``."""

@@ -174,7 +174,8 @@ def _rows(given: Any, count: int, owner: str) -> Intervals:
     given = [given] if isinstance(given, int) else given
     numbers = given if isinstance(given, range) else np.asarray(given if hasattr(given, "dtype") else list(given))
     if not isinstance(numbers, range) and (numbers.ndim != 1 or (numbers.dtype.kind not in "iu" and len(numbers))):
-        raise TypeError(f"exclude(rows=…) takes numbers of rows, got {given!r:.60}")
+        mask = " For a mask, pass np.flatnonzero(mask)." if getattr(numbers, "dtype", None) == np.bool_ else ""
+        raise TypeError(f"exclude(rows=…) takes numbers of rows, got {given!r:.60}.{mask}")
     if len(numbers) and not 0 <= min(numbers) <= max(numbers) < count:
         bad = min(numbers) if min(numbers) < 0 else max(numbers)
         raise ValueError(f"exclude(…): there is no row {bad}: {owner} has {count:,} rows.")

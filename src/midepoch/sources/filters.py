@@ -126,6 +126,9 @@ def parse_filter(filters: Any) -> Filter | None:
     try:
         if not isinstance(filters, (list, tuple)):
             raise TypeError(f"it is a {type(filters).__name__}")
+        for one in filters:
+            if isinstance(one, (list, tuple)) and len(one) == 3 and "in" in str(one[1]) and isinstance(one[2], str):
+                raise TypeError(f"{one[1]!r} takes a list of values, [{one[2]!r}]")
         return _named(pq.filters_to_expression(_plain(filters)))
     except (ValueError, TypeError, LookupError, AttributeError, pa.ArrowException) as problem:
         raise ValueError(

@@ -126,6 +126,12 @@ def split_sizes(rows: int, train: Any, test: Any) -> tuple[int, int]:
             f"{rows:,} rows cannot be split into {first:,} for training and {last:,} for the test. Choose sizes of at "
             f"least one row each, and not more together than there are.{seed}"
         )
+    if train is not None and test is not None and last > first:
+        _log.warning(
+            "train_test_split: the test has %s rows and the training part %s. The first argument is test_size.",
+            last,
+            first,
+        )
     if first + last < rows and isinstance(train, Integral) and not isinstance(test, Integral):
         _log.warning(
             "train_test_split: %s rows are in neither part, because train_size is %s. A seed is named: seed=%s.",
@@ -337,6 +343,17 @@ def _ask_datasets(request: HubRequest, num_proc: int | None) -> dict[str, list[P
     raise failure  # outside of the handler: a chained error would be shown with its credentials
 
 
+_BUILDERS = {
+    "csv": "csv",
+    "tsv": "csv",
+    "json": "json",
+    "jsonl": "json",
+    "parquet": "parquet",
+    "arrow": "arrow",
+    "txt": "text",
+}
+
+
 def _failure(request: HubRequest, problem: Exception, missing: bool) -> DataError:
     """Return the error to raise for an error of ``datasets``, chained to it unless that shows credentials."""
     given = {name: value for name, value in request.kwargs.items() if name in _CREDENTIALS or is_secret(name)}
@@ -351,6 +368,13 @@ def _failure(request: HubRequest, problem: Exception, missing: bool) -> DataErro
             return DataError(
                 f"load_dataset({name}) has no argument {unknown[1]!r}: neither midepoch, nor datasets' reader of that "
                 "format. Omit it, or correct its name."
+            )
+        files = [str(one) for one in _flat(request.data_files)]
+        ends = {_BUILDERS[end] for one in files if (end := one.rpartition(".")[2].lower()) in _BUILDERS}
+        if request.path in _BUILDERS.values() and ends and request.path not in ends:
+            return DataError(
+                f"load_dataset({name}) reads another format than that of {Address(files[0])}. Use "
+                f"load_dataset({min(ends)!r}, …), or midepoch.from_files(path), which recognizes it."
             )
         cause = problem.__cause__ or problem.__context__
         detail = f" ({type(cause).__name__}: {cause})" if cause is not None else ""

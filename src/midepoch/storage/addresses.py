@@ -55,6 +55,8 @@ def resolve(
         if is_hub_path(path):
             store = Store(HubFiles.of_options(options), "hf://", secrets, given or _HUB_RETRY)
             return store, parse_hub_path(path.split("://", 1)[1]).given
+        if scheme in ("s3a", "s3n"):
+            raise ValueError(f"{scheme}:// is Spark's name: write s3://")
         if scheme in _NATIVE:
             return _native(address, options, secrets, retry)
         return _by_fsspec(scheme, address, options, secrets, retry)

@@ -23,6 +23,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from midepoch._internal.hints import warn_once
 from midepoch.errors import DataNotFoundError, FormatError
 from midepoch.sources.fingerprints import fingerprint
 from midepoch.sources.formats import Block, FileContents, Format, Room, Scanned
@@ -47,7 +48,7 @@ class TokensFormat(Format):
     def scan(self, store: Store, entry: Entry, *, skip_damage: bool) -> Scanned:
         name = store.name(entry.path)
         with store.open(entry) as file:
-            dtype, start, stop = _layout(name, FileContents(file.read_at, file.size), self._dtype)
+            dtype, start, stop = _layout(name, FileContents(file.read_at, file.size), self._dtype, self._length)
             found = Scanned(_schema(dtype, self._length), etag=file.etag)
             found.fingerprint = fingerprint(f"{dtype} {self._length}".encode(), file.read_at, file.size)
         row = self._length * dtype.itemsize
@@ -70,7 +71,7 @@ class TokensFormat(Format):
 
     def _batch(self, name: str, file: FileContents, block: Block) -> pa.RecordBatch:
         assert block.end is not None
-        dtype, _, _ = _layout(name, file, self._dtype)
+        dtype, _, _ = _layout(name, file, self._dtype, self._length)
         size, schema = block.end - block.offset, _schema(dtype, self._length)
         data, kind, tokens = pa.py_buffer(file.read(size, block.offset)), schema.field(0).type, size // dtype.itemsize
         values = pa.Array.from_buffers(kind.value_type, tokens, [None, data])
@@ -82,11 +83,16 @@ def _schema(dtype: np.dtype[Any], length: int) -> pa.Schema:
     return pa.schema([pa.field(COLUMN, pa.list_(pa.from_numpy_dtype(dtype), length))])
 
 
-def _layout(name: str, file: FileContents, given: str) -> tuple[np.dtype[Any], int, int]:
+def _layout(name: str, file: FileContents, given: str, length: int) -> tuple[np.dtype[Any], int, int]:
     """Return the type of the tokens, and the range of their bytes."""
     head, size = bytes(file.read(_LLMC_BYTES, 0)), file.size
+    if head.startswith((b"PK\x03\x04", b"PAR1")):
+        what = "Parquet" if head.startswith(b"PAR1") else "an archive (.npz or .pt)"
+        raise FormatError(
+            f"{name} is {what}, not tokens. Load it, and write the tokens with numpy.save('tokens.npy', …)."
+        )
     if head.startswith(_NPY):
-        dtype, start, count = _npy(name, head, file)
+        dtype, start, count = _npy(name, head, file, length)
         if given and np.dtype(given) != dtype:
             raise FormatError(f"{name} contains {dtype} by its header, not {given}. Omit dtype.")
         return dtype, start, _promised(name, start + count * dtype.itemsize, size)
@@ -116,7 +122,7 @@ _NPY_HEADER = re.compile(
 )
 
 
-def _npy(name: str, head: bytes, file: FileContents) -> tuple[np.dtype[Any], int, int]:
+def _npy(name: str, head: bytes, file: FileContents, length: int) -> tuple[np.dtype[Any], int, int]:
     """Return the type, the first byte and the number of the values of a NumPy file."""
     wide = head[6:7] > b"\x01"
     size = int.from_bytes(head[8:12] if wide else head[8:10], "little")
@@ -133,6 +139,11 @@ def _npy(name: str, head: bytes, file: FileContents) -> tuple[np.dtype[Any], int
         raise FormatError(f"{name} has the shape {shape} according to its NumPy header. Copy or download it again.")
     if dtype.str[1:] not in {np.dtype(each).str[1:] for each in DTYPES} or dtype.byteorder == ">":
         raise FormatError(f"{name} contains {header['descr']}, tokens are expected: integers, little-endian.")
+    if len(shape) > 1 and shape[-1] % length:
+        warn_once(
+            "%s has the shape %s: sequences of %s tokens cross the ends of its rows. To keep the rows, pass %s.",
+            *map(str, (name, shape, length, shape[-1])),
+        )
     if len(shape) > 1 and header["fortran"] == "True":
         raise FormatError(f"{name} is stored by columns (Fortran order). Write it with np.ascontiguousarray.")
     return dtype, start, math.prod(shape)
