@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import json
 import random
 import re
+import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -109,6 +111,8 @@ REFUSED: list[tuple[Call, str]] = [
     (lambda ds: midepoch.PipelineCheckpoint("$SCRATCH/ck"), r"os\.path\.expandvars"),
     (lambda ds: midepoch.PipelineCheckpoint("gs//bucket/run"), "write gs://"),
     (lambda ds: midepoch.PipelineCheckpoint("s3:bucket/run"), "write s3://"),
+    (lambda ds: midepoch.PipelineCheckpoint("ck", keep=0), "To keep all steps, omit keep"),
+    (lambda ds: ds.loader(midepoch.Schedule([midepoch.Phase("p", {"a": 1.0}, rows=4)])), r"second argument of mix\(\)"),
     (lambda ds: midepoch.from_files("s3a://bucket/run"), "write s3://"),
     (lambda ds: midepoch.from_files("none", filters=[("lang", "in", "de")]), r"'in' takes a list of values, \['de'\]"),
 ]
@@ -149,6 +153,15 @@ def _epochs(ds: midepoch.Dataset, *, chosen: bool = False) -> None:
         list(ds)
 
 
+def _another_model(ds: midepoch.Dataset, *, same: bool = False) -> None:
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with tempfile.TemporaryDirectory() as folder:
+        midepoch.PipelineCheckpoint(folder).save(
+            ds.loader(4), model if same else copy.deepcopy(model), optimizer, step=1
+        )
+
+
 ANNOUNCED: list[tuple[Call, str]] = [
     (
         lambda ds: midepoch.zip([ds.select_columns("id").shuffle(seed=1), ds.select_columns("text")]),
@@ -171,10 +184,17 @@ ANNOUNCED: list[tuple[Call, str]] = [
     (lambda ds: list(ds.loader(16, last_batch="pad", collate_fn=lambda rows: {"id": 1})), "leaves out 'is_padding'"),
     (_unacknowledged, r"4 leases are out.*none was acknowledged.*lease\.ack\(\)"),
     (_two_iterators, "several iterations.*rows.state_dict"),
+    (_another_model, "trains none of the model's parameters"),
+    (lambda ds: midepoch.Keep(best=1, metric="accuracy"), "smallest value.*mode='max'"),
+    (lambda ds: ds.take(9).class_encode_column("text"), "classes are those of the 9 rows.*before train_test_split"),
     (_epochs, r"iterated twice, in the same order.*set_epoch"),
 ]
 
+
 QUIET: list[Call] = [
+    lambda ds: _another_model(ds, same=True),
+    lambda ds: midepoch.Keep(best=1, metric="loss"),
+    lambda ds: ds.class_encode_column("text"),
     lambda ds: midepoch.zip([ds.select_columns("id"), ds.select_columns("text")]).shuffle(seed=1),
     lambda ds: midepoch.concat([ds, ds.select_columns("id")]).shuffle(seed=1),
     lambda ds: ds.train_test_split(0.1, 0.9),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import math
 import re
 import time
@@ -20,6 +21,8 @@ from midepoch._internal.values import integer
 from midepoch.checkpoint.arrays import is_array
 from midepoch.checkpoint.files import PIECE, Checksums
 from midepoch.errors import CheckpointDamagedError, CheckpointError
+
+_log = logging.getLogger("midepoch")
 
 VERSION = 1
 NAME = "manifest.json"
@@ -195,6 +198,14 @@ class Keep:
             raise ValueError(f"Keep: give best and metric together, got best={self.best}, metric={self.metric!r}")
         if self.mode not in ("min", "max"):
             raise ValueError(f"Keep: mode is 'min' or 'max', got {self.mode!r}")
+        if (
+            self.metric is not None
+            and self.mode == "min"
+            and re.search("acc|f1|bleu|rouge|reward|auc", self.metric.lower())
+        ):
+            _log.warning(
+                "Keep(metric=%r) keeps the steps with the smallest value. For the largest, add mode='max'.", self.metric
+            )
         if self.hours is not None and not (isinstance(self.hours, (int, float)) and self.hours > 0):
             raise ValueError(f"Keep: hours must be a number above 0, got {self.hours!r}")
 
@@ -218,7 +229,11 @@ def parse_keep(keep: int | Keep | None, name: str) -> Keep:
     """Return the rules that an argument stands for: ``keep=3`` keeps the last three steps."""
     if isinstance(keep, Keep):
         return keep
-    return Keep() if keep is None else Keep(last=integer(keep, name, 1))
+    return (
+        Keep()
+        if keep is None
+        else Keep(last=integer(keep, name, 1, hint="To keep all steps, omit keep." if keep == 0 else ""))
+    )
 
 
 def _score(manifest: Manifest, metric: str | None) -> Any:

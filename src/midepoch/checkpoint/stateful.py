@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from midepoch._internal.hints import warn_once
 from midepoch._internal.values import loaded
 from midepoch.checkpoint.arrays import (
     ArraySpec,
@@ -194,6 +195,17 @@ def check_saveable(pipeline: Any, models: Mapping[str, Any], extra: Any) -> None
             )
         if _has(model, "check_state"):
             raise TypeError(f"{name}: a {type(model).__qualname__} is a pipeline: save(pipeline, model, optimizer)")
+    parameters, groups = (
+        getattr(models.get("model"), "parameters", None),
+        getattr(models.get("optimizer"), "param_groups", ()),
+    )
+    if callable(parameters) and groups and kind_of(models["model"]) == "module":
+        trained = {id(value) for group in groups for value in group.get("params", ())}
+        if trained.isdisjoint(map(id, parameters())):
+            warn_once(
+                "the optimizer trains none of the model's parameters: it was made for another object. Make it after "
+                "the last copy of the model, from model.parameters()."
+            )
     if not isinstance(extra, Mapping):
         raise TypeError(f"extra: expected a dict from names to values, got a {type(extra).__qualname__}")
 

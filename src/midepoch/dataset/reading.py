@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from midepoch._internal.hints import no_attribute
+from midepoch._internal.hints import no_attribute, warn_once
 from midepoch._internal.progress import shown
 from midepoch.dataset.steps import with_classes
 from midepoch.errors import ColumnError
@@ -186,6 +186,11 @@ def class_encode_column(self: D, column: str) -> D:
     The classes are the sorted values, and are then ``ds.features[column].names``.
     """
     spec = replace(self.pipeline, shard=Shard())  # the same classes on all ranks
+    if spec.numbered is not None and len(spec.base.order.selection) < spec.base.source.rows:
+        warn_once(
+            "class_encode_column: the classes are those of the %s rows selected here. Another part may number them in "
+            "another way: call it before train_test_split, select or slice.", f"{spec.numbered:,}",
+        )  # fmt: skip
     values = _unique(self, column, spec, "class_encode_column")
     return with_classes(self, column, tuple(sorted({str(value) for value in values if value is not None})))
 

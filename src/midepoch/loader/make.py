@@ -82,6 +82,8 @@ def make_loader(
         if options.get("collate_columns"):
             raise ValueError("collate_columns=True is for batches. Omit it, or choose a batch_size.")
         batch_size, options["collate_fn"] = 1, SingleRow(options.get("collate_fn"))
+    if isinstance(batch_size, Schedule):
+        raise TypeError("a schedule is the second argument of mix(): midepoch.mix(sources, schedule).loader().")
     batch_size = integer(batch_size, "loader(batch_size=…)", 1)
     is_shard = spec.shard.count > 1  # of which the rows are already known
     collated = options.get("collate_fn") is not None
