@@ -149,7 +149,9 @@ class Function:
                     take = None
                 else:
                     result = left
-            results.append((i, copies.of(result, results)))
+            if copies.needed or len(results) < 2:
+                result = copies.of(result, results)
+            results.append((i, result))
         return results
 
     def on_groups(self, given: Batch, run: RunContext) -> list[tuple[int, int, Any]]:
@@ -223,7 +225,7 @@ class _Copies:
     def __init__(self) -> None:
         self._first: Any = None
         self._copy: Any = None
-        self._needed = False
+        self.needed = False
 
     def of(self, result: Any, results: list[tuple[int, Any]]) -> Any:
         """Return the result, or a copy. ``results``: those before, of which the first one may be replaced."""
@@ -234,8 +236,8 @@ class _Copies:
         elif len(results) == 1 and type(result) is dict:
             old = {id(value) for value in self._values if isinstance(value, _REFILLED) or hasattr(value, "clone")}
             if result is self._first or any(id(value) in old for value in result.values()):
-                self._needed, results[0] = True, (results[0][0], self._copy)
-        return own_copy(result) if self._needed else result
+                self.needed, results[0] = True, (results[0][0], self._copy)
+        return own_copy(result) if self.needed else result
 
 
 _REFILLED = (list, dict, np.ndarray)
