@@ -183,6 +183,9 @@ def _documents(found: list[Document], what: str, as_json: bool) -> None:
         )
 
 
+_NAMING = ("step", "row")
+
+
 def _list(records: list[Any], shown: list[dict[str, Any]], names: list[str], what: str, as_json: bool) -> None:
     """Print records as JSON, or the columns with these names as a table.
 
@@ -198,9 +201,12 @@ def _list(records: list[Any], shown: list[dict[str, Any]], names: list[str], wha
         folders = "|".join(map(re.escape, (os.getcwd(), str(default_index_dir() / "memory" / "DIGEST"))))
         folders = rf" ({folders})[\\/]".replace("DIGEST", r"\w+")
         rows = [
-            {**{name: one[name] for name in names}, "where it is": re.sub(folders, " ", one["place"])} for one in shown
+            # Numbers that name something are shown as commands take them: without separators.
+            {name: str(one[name]) if name in _NAMING else one[name] for name in names}
+            | {"where it is": re.sub(folders, " ", one["place"])}
+            for one in shown
         ]
-        common.print_table(rows, title=what, right=["tokens"], most=_LISTED)
+        common.print_table(rows, title=what, right=["tokens", *_NAMING], most=_LISTED)
 
 
 def _overlap(first: Run, second: Run, as_json: bool) -> None:
