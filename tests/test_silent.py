@@ -86,6 +86,13 @@ REFUSED: list[tuple[Call, str]] = [
     (lambda ds: ds[:3]["txt"], "has no 'txt'. Did you mean 'text'"),
     (lambda ds: ds.shard(1, 4), r"from 0 to 0 for num_shards=1, got 4.*index="),
     (lambda ds: ds.select(5, 10), r"ds\.slice\(5, 10\)"),
+    (lambda ds: ds.select("id", "text"), r"ds\.select_columns\(\['id', 'text'\]\)"),
+    (lambda ds: ds.rename_columns("text", "t"), r"ds\.rename_column\('old', 'new'\)"),
+    (lambda ds: ds["train"], r"without splits: omit it"),
+    (lambda ds: ds.pack("ids", 8), r"length comes first: pack\(128, column="),
+    (lambda ds: ds.loader(4, local_rank=0), "Omit it: the rank is detected"),
+    (lambda ds: midepoch.from_tokens(np.arange(64), 8), r"Pass its file, from_tokens\(.*dtype='int64'.*numpy\.save"),  # type: ignore[arg-type]
+    (lambda ds: midepoch.PipelineCheckpoint("ck").save(1, 2, 3, 4, step=1), r"extra=\{'scheduler': scheduler\}"),  # type: ignore[arg-type]
     (lambda ds: ds.set_weights({"a": 1}), r"method of the loader: .*loader\.set_weights"),
     (lambda ds: midepoch.from_dict({"w": {"a", "b"}, "n": [1, 2]}), r"no order: pass sorted"),
     (lambda ds: midepoch.from_dict({"train": [{"x": 1}], "test": [{"x": 2}]}), r"splits.*from_list\(data\['train'\]\)"),

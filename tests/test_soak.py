@@ -57,10 +57,11 @@ def soak(files: list[str], seeds: range) -> None:
         make = random_pipeline(draw, files)
         options: dict[str, Any] = {"batch_size": draw.randint(1, 9), "drop_last": draw.random() < 0.3}
         workers = draw.choice([0, 0, 0, 1, 2])
-        moments = sorted(draw.sample(range(60), 6))
         try:
-            if len(list(make().loader(**options))) == 0:
+            batches = len(list(make().loader(**options)))
+            if batches == 0:
                 continue
+            moments = sorted(draw.sample(range(2 * batches + 2), min(6, 2 * batches + 2)))
             if draw.random() < 0.3:
                 assert_resumes_exactly(make, steps=moments, tail=12)
             else:

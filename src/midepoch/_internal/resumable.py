@@ -45,7 +45,7 @@ class Resumable:
         for value in self.current_pass():  # not next(): an interrupt on its return would lose the value
             return value
         self.end_pass()
-        raise StopIteration
+        raise StopIteration("the epoch is over: use a for loop for each epoch. The next call begins the next one.")
 
     def current_pass(self) -> Iterator[Any]:
         """Return the current pass of ``next()``. Begin one if there is none."""

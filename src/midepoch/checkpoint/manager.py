@@ -49,7 +49,11 @@ HINTS = {
         **dict.fromkeys(("every", "save_interval_steps", "save_steps", "interval"), _WHEN),
         "directory missing": "For example PipelineCheckpoint('checkpoints', keep=3).",
     },
-    "save": {**_PARTS, **dict.fromkeys(("async_save", "backend", "allow_pickle", "timeout"), _OF_FOLDER)},
+    "save": {
+        **_PARTS,
+        "too many": _EXTRA,
+        **dict.fromkeys(("async_save", "backend", "allow_pickle", "timeout"), _OF_FOLDER),
+    },
     "restore": {
         **_PARTS,
         "step missing": "Pass it by name, restore(loader, step=7). For the newest step, use restore_latest(loader, …).",

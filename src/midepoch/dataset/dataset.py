@@ -381,7 +381,9 @@ class Dataset(Resumable):
         A slice or list of numbers returns columns. The name of a column returns that column, read when it is used.
         """
         if isinstance(key, str):
-            check_columns([key], self._columns or [key], f"ds[{key!r}]")
+            is_split = key in ("train", "test", "validation")
+            remedy = "It is one dataset, without splits: omit it, or use ds.train_test_split()." if is_split else ""
+            check_columns([key], self._columns or [key], f"ds[{key!r}]", remedy)
             return reading.Column(self, key)
         if self.pipeline.numbered is None:
             raise TypeError(

@@ -405,7 +405,8 @@ def pack(
     A row has ``column``, ``position_ids`` (from 0 in every document), ``segment_ids`` (1, 2, … for the documents, 0
     for padding), the ``extra`` columns and, if requested, ``cu_seqlens`` (the bounds of the documents).
     """
-    length = None if length is None else integer(length, "pack(length=…)", 1)
+    hint = "The length comes first: pack(128, column='input_ids')." if isinstance(length, str) else ""
+    length = None if length is None else integer(length, "pack(length=…)", 1, hint)
     if not isinstance(column, str):
         raise TypeError(f"pack takes the name of one column, got {column!r:.60}. Others go into extra={{name: pad}}.")
     node, schedule = self.pipeline.node, None

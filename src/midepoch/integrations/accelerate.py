@@ -110,7 +110,12 @@ def _one(state: Any) -> Any:
     return state[0] if isinstance(state, list) else state
 
 
-@hinted()
+@hinted(
+    {
+        "too many": "Prepare the others by Accelerate, model, optimizer = accelerator.prepare(model, optimizer), and the "
+        "loader alone: loader = prepare(accelerator, loader)."
+    }
+)
 def prepare(accelerator: Accelerator, loader: Loader, *, name: str = "train") -> PreparedLoader:
     """Return a loader for an Accelerate loop. Its batches are on the device, and ``save_state`` and ``load_state``
     include its state.

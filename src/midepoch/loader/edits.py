@@ -258,6 +258,9 @@ def _rows_left(spec: PipelineSpec, leaf: int) -> int:
 class Weights(dict[str, float]):
     """The weights of a mix by source, which are changed by a method."""
 
+    def __reduce__(self) -> tuple[type, tuple[dict[str, float]]]:
+        return dict, (dict(self),)  # a copy is a plain one
+
     def __setitem__(self, name: str, value: float) -> None:
         raise TypeError(f"loader.weights does not change in place. Use loader.set_weights({{{name!r}: {value!r}, …}}).")
 

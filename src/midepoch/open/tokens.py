@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from midepoch._internal.hints import hinted
+from midepoch._internal.hints import hinted, is_array
 from midepoch.dataset import Dataset, habits
 from midepoch.dataset.combine import mix
 from midepoch.errors import DataNotFoundError
@@ -60,6 +60,12 @@ def from_tokens(
         raise ValueError(f"sequence_length must be a number of tokens from 1 to {MOST_TOKENS}, got {sequence_length!r}")
     form = f"tokens:{_dtype_name(dtype)}:{length}"
     opening = Opening(None, cache_dir, cache_bytes, index_dir, force_reindex, on_error)
+    if is_array(paths):
+        given = f"{getattr(paths, 'filename', 'tokens.bin')!s}"
+        raise TypeError(
+            f"from_tokens reads tokens in files, got a {type(paths).__name__}. Pass its file, from_tokens({given!r}, "
+            f"{length}, dtype={str(paths.dtype)!r}), or write one: numpy.save('tokens.npy', tokens)."
+        )
     texts = paths_of(paths)
     where = {"storage_options": storage_options, "filesystem": filesystem, "retry": retry}
     store, given = resolved(texts, fresh=force_reindex, **where)

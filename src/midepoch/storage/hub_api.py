@@ -180,10 +180,11 @@ class Hub:
         sent = {**(headers or {}), **({"Authorization": f"Bearer {token}"} if token else {})}
         for _ in range(_LONGEST_CHAIN):
             answer = self._send(url, sent, follow=False)
+            if answer.has_redirect_location:
+                origin_of(answer.headers["location"], url)  # httpx guesses the host of an invalid one, or ignores it
             if answer.next_request is None:
                 _check_load(self.endpoint, answer, limited)
                 return answer
-            origin_of(answer.headers["location"], url)  # httpx guesses the host of an invalid one
             url = str(answer.next_request.url)
             if origin_of(url) != origin_of(self.endpoint):
                 if leave:
