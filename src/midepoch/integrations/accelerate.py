@@ -112,8 +112,8 @@ def _one(state: Any) -> Any:
 
 @hinted(
     {
-        "too many": "Prepare the others by Accelerate, model, optimizer = accelerator.prepare(model, optimizer), and the "
-        "loader alone: loader = prepare(accelerator, loader)."
+        "too many": "Prepare the loader alone, loader = prepare(accelerator, loader), and the others by Accelerate: "
+        "model, optimizer = accelerator.prepare(model, optimizer)."
     }
 )
 def prepare(accelerator: Accelerator, loader: Loader, *, name: str = "train") -> PreparedLoader:

@@ -61,9 +61,9 @@ def from_tokens(
     form = f"tokens:{_dtype_name(dtype)}:{length}"
     opening = Opening(None, cache_dir, cache_bytes, index_dir, force_reindex, on_error)
     if is_array(paths):
-        given = f"{getattr(paths, 'filename', 'tokens.bin')!s}"
+        file = str(getattr(paths, "filename", "tokens.bin"))
         raise TypeError(
-            f"from_tokens reads tokens in files, got a {type(paths).__name__}. Pass its file, from_tokens({given!r}, "
+            f"from_tokens reads tokens in files, got a {type(paths).__name__}. Pass its file, from_tokens({file!r}, "
             f"{length}, dtype={str(paths.dtype)!r}), or write one: numpy.save('tokens.npy', tokens)."
         )
     texts = paths_of(paths)
