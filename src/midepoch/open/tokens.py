@@ -61,10 +61,11 @@ def from_tokens(
     form = f"tokens:{_dtype_name(dtype)}:{length}"
     opening = Opening(None, cache_dir, cache_bytes, index_dir, force_reindex, on_error)
     if is_array(paths):
-        file = str(getattr(paths, "filename", "tokens.bin"))
+        array: Any = paths
+        file = str(getattr(array, "filename", "tokens.bin"))
         raise TypeError(
             f"from_tokens reads tokens in files, got a {type(paths).__name__}. Pass its file, from_tokens({file!r}, "
-            f"{length}, dtype={str(paths.dtype)!r}), or write one: numpy.save('tokens.npy', tokens)."
+            f"{length}, dtype={str(array.dtype)!r}), or write one: numpy.save('tokens.npy', tokens)."
         )
     texts = paths_of(paths)
     where = {"storage_options": storage_options, "filesystem": filesystem, "retry": retry}
