@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
@@ -251,8 +252,10 @@ class History:
         plan, cluster, step = self.plan, self.cluster, restored or 0
         model = Weights() if plan.has_model else None
         taker: Taker = (
-            Leases(self, loader, rank)
+            Leases(self, loader, rank, pauses=start.pauses)
             if "lease" in plan.features
+            else Paused(self, loader, rank)
+            if start.pauses
             else Batches(self, loader, rank, chooses=start.chooses)
         )
 
@@ -381,11 +384,34 @@ class Batches:
         self._pass = None
 
 
+class Paused:
+    """Batches by ``next(loader)``, which is closed in between on all ranks."""
+
+    def __init__(self, history: History, loader: midepoch.Loader, rank: int) -> None:
+        self._history, self._loader, self._rank, self._over = history, loader, rank, False
+
+    def take(self, step: int) -> bool:
+        """Take a batch. Returns False at the end of the pass."""
+        if self._over:
+            return False
+        if random.Random(f"{self._history.plan.seed} {step}").random() < 0.3:
+            self._loader.close()
+        for batch in self._loader.current_pass():  # as next() does it
+            self._history.log(self._rank, step, self._loader._run.cursor.epoch, batch)
+            return True
+        self._loader.end_pass()
+        self._over = True
+        return False
+
+    def end_pass(self) -> None:
+        self._over = False
+
+
 class Leases:
     """Leases, acknowledged some steps later. The weights have seen what is acknowledged."""
 
-    def __init__(self, history: History, loader: midepoch.Loader, rank: int) -> None:
-        self._history, self._loader, self._rank = history, loader, rank
+    def __init__(self, history: History, loader: midepoch.Loader, rank: int, *, pauses: bool) -> None:
+        self._history, self._loader, self._rank, self._pauses = history, loader, rank, pauses
         self._items: Any = None
         self._out: list[tuple[Any, int, int]] = []
         self._least = int(history.cluster.random.random() < 0.3)  # one is out for long
@@ -394,6 +420,8 @@ class Leases:
         epochs = self._history.cluster.agree(self._loader._next_cursor().epoch)
         if self._items is None and epochs[self._rank] > min(epochs):
             return False  # others have to finish their epoch first
+        if self._pauses and self._items is not None and self._history.cluster.random.random() < 0.1:
+            self.end_pass()  # those that are out come again
         if self._items is None:
             self._items = self._loader.lease().__enter__()
         waits = "steps_per_epoch" in self._history.plan.features  # for all leases at the end of an epoch of the data
@@ -421,7 +449,7 @@ class Leases:
         self._items, self._out = None, []
 
 
-Taker = Batches | Leases
+Taker = Batches | Paused | Leases
 
 
 @contextmanager

@@ -37,7 +37,8 @@ class StartPlan:
     before each pass, as many loops do. ``rots``: before it, a bit of a
     file of the latest checkpoint has changed, at this share of its bytes. ``drifts``: at its second save, one rank has
     taken a batch more than the others. ``foolish``: then the next start loads the state of that rank: rows are lost.
-    ``forgets``: it restores nothing, and trains from the beginning. ``workers``: of each rank.
+    ``forgets``: it restores nothing, and trains from the beginning. ``workers``: of each rank. ``pauses``: batches are
+    taken by ``next(loader)``, and it is closed in between; blocks of leases are left in between.
     """
 
     world: int
@@ -55,6 +56,7 @@ class StartPlan:
     foolish: bool = False
     forgets: bool = False
     workers: int = 0
+    pauses: bool = False
 
 
 @dataclass(frozen=True)
@@ -105,6 +107,7 @@ class Plan:
                 "a bit of the latest checkpoint has changed": start.rots is not None,
                 "a rank takes a batch more": start.drifts,
                 f"{start.workers} workers": start.workers > 0,
+                "pauses": start.pauses,
             }
             parts += [text for text, has in habits.items() if has]
             parts += [str(fault) for fault in start.faults] + ([str(start.exit)] if start.exit else [])
@@ -182,6 +185,8 @@ def _with_habits(plan: Plan, draws: random.Random) -> Plan:
         starts[number] = replace(starts[number], forgets=True)
     if draws.random() < 0.15:
         starts = [_with_workers(draws, start, is_last=start is starts[-1]) for start in starts]
+    if draws.random() < 0.15:
+        starts = [replace(start, pauses=start.world == 1 and not start.chooses) for start in starts]
     return replace(
         plan, pipeline=pipeline, keep=keep, starts=tuple(starts), has_model=has_model or later, in_background=later
     )

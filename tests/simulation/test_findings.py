@@ -159,3 +159,16 @@ def test_a_state_saved_where_a_changed_run_found_the_end(feature: str, simulator
     starts = (whole, StartPlan(1, 3, every=3, older=0.5, connected=True))
     plan = replace(PLAN, features=(feature,), pipeline="mix", starts=starts, last="drop", keep=1, edit_at=2)
     assert [simulator.run(replace(plan, seed=seed)).finding for seed in range(4)] == [""] * 4
+
+
+def test_a_start_that_forgets_to_restore_spares_the_steps_also_if_they_could_not_be_listed(
+    simulator: Simulator,
+) -> None:
+    """One listing failed, and what could not be seen was not spared for the rest of the start."""
+    starts = (
+        StartPlan(1, 4, every=2),
+        StartPlan(1, 4, every=1, forgets=True, faults=(Fault("throttle", 0, 2, "store", count=2),)),
+        StartPlan(1, 4, every=4),
+    )
+    plan = replace(PLAN, starts=starts, remote=True, keep=2)
+    assert [simulator.run(replace(plan, seed=seed)).finding for seed in range(5)] == [""] * 5

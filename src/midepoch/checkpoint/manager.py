@@ -7,7 +7,6 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from os import PathLike, fspath
 from typing import TYPE_CHECKING, Any
@@ -186,12 +185,16 @@ class PipelineCheckpoint:
     def _refuse_forgotten(self, number: int, world: World) -> None:
         """Keep the steps of an earlier start if this one restored nothing and saves a step before the last of them.
 
-        Raise CheckpointSaveError if it would replace one.
+        Raise CheckpointSaveError if it would replace one, or if they cannot be listed.
         """
         if not self._asked:
-            self._asked, manifests = True, list[Manifest]()
-            with suppress(MidepochError, OSError):  # the save says what is wrong
+            try:
                 manifests, _ = self._steps.manifests()
+            except (MidepochError, OSError) as problem:
+                raise CheckpointSaveError(
+                    f"step {number} was not saved to {self._steps.name}: {reason(problem)}"
+                ) from problem
+            self._asked = True
             if manifests and manifests[-1].step >= number:
                 self._kept = frozenset((manifest.step, manifest.sequence) for manifest in manifests)
         if not self._kept:
