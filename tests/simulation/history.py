@@ -194,8 +194,8 @@ class History:
                 try:
                     saver.wait()
                     self._note_durable(rank, None)
-                except CheckpointSaveError:
-                    if not self._tolerates(start):
+                except CheckpointSaveError as problem:
+                    if not (self._tolerates(start) or (start.forgets and "is not replaced" in str(problem))):
                         raise
             before = self._saved[rank] and self._saved[rank][0] <= max(earlier, default=0)  # else it is a later one
             lost = earlier - self._steps_of(saver)

@@ -160,7 +160,6 @@ class PipelineCheckpoint:
         group = self._group_name(f"save-{number}", world)
         memory: dict[Any, Any] = {}
         try:
-            self._refuse_forgotten(number, world)
             # An earlier error may be of this rank alone: the others save this step, and so does this one.
             earlier = self._background.finish()
             checked = checked_metadata({} if metadata is None else metadata)
@@ -211,6 +210,12 @@ class PipelineCheckpoint:
 
     def _run(self, job: saving.SaveJob, world: World, rules: Keep, memory: dict[Any, Any]) -> None:
         try:
+            try:
+                self._refuse_forgotten(job.step, world)
+            except CheckpointSaveError as problem:
+                if world.size > 1:
+                    Notes(self._steps.store, job.group).report_absence(world, problem)
+                raise
             self._prune(saving.save(self._steps, job, world, self._timeout, self._members), rules)
         finally:
             self._snapshots.release(memory)
@@ -265,9 +270,9 @@ class PipelineCheckpoint:
         """
         world = self._world
         group = self._group_name("restore", world)
-        self._asked = True
         try:
             self._background.wait()
+            self._asked = True
             loader = self._loader(pipeline, model, optimizer, extra, rng)
         except BaseException as problem:
             if world.size > 1:
