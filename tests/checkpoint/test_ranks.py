@@ -81,7 +81,7 @@ def test_a_rank_that_dies_leaves_no_commit_and_nobody_waits(when: str, data: str
             assert text.startswith("refused CheckpointSaveError"), said
     for step in checkpoint.steps():
         checkpoint.verify(step)
-    assert run(tmp_path, data, 2, "again", 2) == [f"saved {[1, 2]}"] * 2, "the next run, of another size, goes on"
+    assert run(tmp_path, data, 2, "again", 2) == [f"saved {[1, 2]}"] * 2, "the next run, of another size, saves"
     left = [name for name in os.listdir(tmp_path) if name != ".ranks"]
     assert sorted(left) == ["step_1", "step_2"]
 

@@ -341,7 +341,7 @@ def rows_made_before_they_were_excluded(patch: pytest.MonkeyPatch) -> None:
 
 
 @planted
-def a_worker_is_not_told_that_it_may_go_on(patch: pytest.MonkeyPatch) -> None:
+def a_worker_gets_no_room(patch: pytest.MonkeyPatch) -> None:
     """It waits for room, and the loader for its batch."""
     patch.setattr(workers.WorkerPool, "_grant", lambda *_: None)
 
@@ -364,7 +364,7 @@ SOON = {
     "a forgetful start removes the steps of the one before": 8,
     "batches of the pass before": 66,
     "rows made before they were excluded": 177,
-    "a worker is not told that it may go on": 149,
+    "a worker gets no room": 149,
 }
 """A seed that finds each bug, tried before the others: most need several histories. Another draw of plans changes it."""
 

@@ -8,6 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from os import PathLike, fspath
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +24,7 @@ from midepoch.checkpoint.stateful import check_saveable, fit, refuse_copies
 from midepoch.checkpoint.store import Steps, open_store
 from midepoch.distributed.keyvalue import run_identity
 from midepoch.distributed.world import World, find_world
-from midepoch.errors import CheckpointDamagedError, CheckpointNotFoundError, CheckpointSaveError, MidepochError
+from midepoch.errors import CheckpointDamagedError, CheckpointNotFoundError, CheckpointSaveError
 
 _log = logging.getLogger("midepoch")
 _rendezvous: Counter[tuple[str, str, int]] = Counter()  # of this process, by directory, purpose and rank
@@ -148,6 +149,8 @@ class PipelineCheckpoint:
         of Python, numpy and torch. ``keep`` applies to this call. With ``async_save`` it returns when everything has
         been copied; an error is raised by the next call (if only some ranks failed: after that call has saved its own
         step). Raises CheckpointSaveError, and leaves earlier steps unchanged.
+
+        A start that has restored, read and deleted nothing does not replace a step of an earlier one.
         """
         rules = self._keep if keep is None else parse_keep(keep, "save(keep=…)")
         world = self._world
@@ -181,42 +184,31 @@ class PipelineCheckpoint:
             raise earlier
         return number
 
-    def _refuse_forgotten(self, number: int, world: World) -> None:
-        """Keep the steps of an earlier start if this one restored nothing and saves a step before the last of them.
+    def _refuse_forgotten(self, number: int) -> None:
+        """Keep the steps of an earlier start if this one has restored nothing and saves a step before the last of them.
 
-        Raise CheckpointSaveError if it would replace one, or if they cannot be listed.
+        Raise CheckpointSaveError if it would replace one.
         """
         if not self._asked:
-            try:
-                manifests, _ = self._steps.manifests()
-            except (MidepochError, OSError) as problem:
-                raise CheckpointSaveError(
-                    f"step {number} was not saved to {self._steps.name}: {reason(problem)}"
-                ) from problem
+            manifests, _ = self._steps.manifests()
             self._asked = True
-            if manifests and manifests[-1].step >= number:
+            if max((manifest.step for manifest in manifests), default=-1) >= number:
                 self._kept = frozenset((manifest.step, manifest.sequence) for manifest in manifests)
         if not self._kept:
             return
-        last = max(step for step, _ in self._kept)
+        steps = {step for step, _ in self._kept}
         text = (
-            f"{self._steps.name} has steps up to {last} of an earlier start, and this one has restored nothing. To "
-            "continue the earlier one, call restore_latest() before training. For another run, use another folder"
+            f"{self._steps.name} has steps up to {max(steps)} of an earlier start, and this one has restored nothing. "
+            "To continue the earlier one, call restore_latest() before training. For another run, use another folder"
         )
-        if number in {step for step, _ in self._kept}:
+        if number in steps:
             raise CheckpointSaveError(f"step {number} is not replaced: {text}, or delete({number}).")
-        if not world.rank:
-            warn_once("%s. The earlier steps are kept.", text)
+        warn_once("%s. The earlier steps are kept.", text)
 
     def _run(self, job: saving.SaveJob, world: World, rules: Keep, memory: dict[Any, Any]) -> None:
         try:
-            try:
-                self._refuse_forgotten(job.step, world)
-            except CheckpointSaveError as problem:
-                if world.size > 1:
-                    Notes(self._steps.store, job.group).report_absence(world, problem)
-                raise
-            self._prune(saving.save(self._steps, job, world, self._timeout, self._members), rules)
+            check = partial(self._refuse_forgotten, job.step)
+            self._prune(saving.save(self._steps, job, world, self._timeout, self._members, check), rules)
         finally:
             self._snapshots.release(memory)
 
@@ -373,11 +365,11 @@ class PipelineCheckpoint:
     def delete(self, step: int) -> None:
         """Remove a step."""
         self._background.wait()
-        self._kept = frozenset(one for one in self._kept if one[0] != step)
         if integer(step, "delete") not in self._steps.numbers():
             there = ", ".join(map(str, self.steps())) or "none"
             raise CheckpointNotFoundError(f"{self._steps.name} has no step {step}. Existing steps: {there}.")
         self._steps.remove(step)
+        self._kept = frozenset(kept for kept in self._kept if kept[0] != step)
 
     def wait(self) -> None:
         """Wait until the save in the background has finished; raises its error."""

@@ -157,7 +157,7 @@ class _Member:
     world: World
     timeout: float
     members: Members
-    _started: float = field(default_factory=time.time, init=False)
+    _started: float = field(default_factory=lambda: time.time(), init=False)
     _was_listed: bool = field(default=False, init=False)
 
     def _check_listed(self, is_listed: bool) -> None:

@@ -130,9 +130,12 @@ def common_state(state: Any, is_global: bool) -> Any:
     return state if is_global else None
 
 
-def save(steps: Steps, job: SaveJob, world: World, timeout: float, members: Members) -> list[Manifest]:
+def save(
+    steps: Steps, job: SaveJob, world: World, timeout: float, members: Members, check: Callable[[], None]
+) -> list[Manifest]:
     """Write and commit a step; return on rank 0 the manifests of all steps, this one last.
 
+    ``check``: called on rank 0 before anything is written. Its errors are those of the save, on all ranks.
     Raises CheckpointSaveError; earlier steps are unchanged. KeyboardInterrupt is raised as such, also if a library has
     replaced it with another error.
     """
@@ -145,7 +148,7 @@ def save(steps: Steps, job: SaveJob, world: World, timeout: float, members: Memb
             return []
         token = secrets.token_hex(8)
         leader = Leader(notes, world, timeout, members, token) if world.size > 1 else None
-        committed = _lead(steps, job, world, token, leader)
+        committed = _lead(steps, job, world, token, leader, check)
     except CheckpointSaveError:
         raise
     except Exception as problem:
@@ -179,8 +182,11 @@ def _describe_steps(steps: Steps) -> str:
     return f"Earlier steps are unchanged ({len(numbers)}, up to {numbers[-1]})."
 
 
-def _lead(steps: Steps, job: SaveJob, world: World, token: str, leader: Leader | None) -> list[Manifest]:
+def _lead(
+    steps: Steps, job: SaveJob, world: World, token: str, leader: Leader | None, check: Callable[[], None]
+) -> list[Manifest]:
     def action() -> tuple[int, list[Manifest]]:
+        check()
         steps.begin(job.step, token)
         if leader is not None:
             _compare(job, leader.admit())
