@@ -171,6 +171,9 @@ def _digest(content: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
+_LARGER_IS_BETTER = re.compile(r"(?:^|[_/])(acc|accuracy|f1|bleu|rouge\w*|reward|auc)$", re.IGNORECASE)
+
+
 @hinted_methods({})
 @dataclass(frozen=True)
 class Keep:
@@ -198,11 +201,7 @@ class Keep:
             raise ValueError(f"Keep: give best and metric together, got best={self.best}, metric={self.metric!r}")
         if self.mode not in ("min", "max"):
             raise ValueError(f"Keep: mode is 'min' or 'max', got {self.mode!r}")
-        if (
-            self.metric is not None
-            and self.mode == "min"
-            and re.search("acc|f1|bleu|rouge|reward|auc", self.metric.lower())
-        ):
+        if self.mode == "min" and _LARGER_IS_BETTER.search(self.metric or ""):
             _log.warning(
                 "Keep(metric=%r) keeps the steps with the smallest value. For the largest, add mode='max'.", self.metric
             )
@@ -229,11 +228,9 @@ def parse_keep(keep: int | Keep | None, name: str) -> Keep:
     """Return the rules that an argument stands for: ``keep=3`` keeps the last three steps."""
     if isinstance(keep, Keep):
         return keep
-    return (
-        Keep()
-        if keep is None
-        else Keep(last=integer(keep, name, 1, hint="To keep all steps, omit keep." if keep == 0 else ""))
-    )
+    if keep is None:
+        return Keep()
+    return Keep(last=integer(keep, name, 1, hint="To keep all steps, omit keep." if keep == 0 else ""))
 
 
 def _score(manifest: Manifest, metric: str | None) -> Any:

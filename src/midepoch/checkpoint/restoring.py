@@ -118,9 +118,9 @@ class LoadedStep:
             stateful.check_class(part.target, saved_class, part.name)
             stateful.check_fits(part.target, part.outline, part.name)
         names = {part.name for part in self.parts} | self.models.keys()
-        has_data = any(part.partition("-")[0] == "data" for part in manifest.parts)
-        saved = ["data"] * has_data + [part for part in manifest.parts if part.startswith(("model", "optim", "extra."))]
-        left = [part for part in saved if part.removeprefix("extra.") not in names]
+        own = ("data-", "rng-")  # of each rank
+        saved = {part.partition("-")[0] if part.startswith(own) else part for part in manifest.parts}
+        left = [part for part in sorted(saved - {"rng"}) if part.removeprefix("extra.") not in names]
         if left and names & {"data", "optimizer"}:  # the weights alone are for something else
             _log.warning(
                 "step %d also has %s: restore was not given %s. Pass %s, or the values and the data are of "

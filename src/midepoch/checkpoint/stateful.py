@@ -195,19 +195,21 @@ def check_saveable(pipeline: Any, models: Mapping[str, Any], extra: Any) -> None
             )
         if _has(model, "check_state"):
             raise TypeError(f"{name}: a {type(model).__qualname__} is a pipeline: save(pipeline, model, optimizer)")
-    parameters, groups = (
-        getattr(models.get("model"), "parameters", None),
-        getattr(models.get("optimizer"), "param_groups", ()),
-    )
-    if callable(parameters) and groups and kind_of(models["model"]) == "module":
-        trained = {id(value) for group in groups for value in group.get("params", ())}
-        if trained.isdisjoint(map(id, parameters())):
-            warn_once(
-                "the optimizer trains none of the model's parameters: it was made for another object. Make it after "
-                "the last copy of the model, from model.parameters()."
-            )
     if not isinstance(extra, Mapping):
         raise TypeError(f"extra: expected a dict from names to values, got a {type(extra).__qualname__}")
+    _note_other_model(models.get("model"), models.get("optimizer"))
+
+
+def _note_other_model(model: Any, optimizer: Any) -> None:
+    """Warn once if an optimizer of torch has no parameter of the model, as after a copy of the model."""
+    if kind_of(model) != "module" or kind_of(optimizer) != "optimizer":
+        return
+    trained = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    if trained.isdisjoint(map(id, model.parameters())):
+        warn_once(
+            "the optimizer trains none of the model's parameters: it was made for another object. Create it after the "
+            "last copy of the model, from model.parameters()."
+        )
 
 
 _COPIES = ({"state", "param_groups"}, {"last_epoch", "_step_count"}, {"growth_factor", "_growth_tracker"})
