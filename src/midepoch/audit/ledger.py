@@ -66,7 +66,7 @@ from midepoch.pipeline.planned import Planning
 from midepoch.pipeline.plans import UNKNOWN
 from midepoch.pipeline.reach import start
 from midepoch.pipeline.spec import PipelineSpec
-from midepoch.storage.address import Address, refuse_lost_slash
+from midepoch.storage.address import Address, check_folder
 
 _MOST_FILES = 16
 """Maximum number of files searched for the previous process of this rank."""
@@ -188,7 +188,7 @@ class Ledger:
         if not isinstance(folder, (str, os.PathLike)) or not os.fspath(folder):
             raise TypeError(f"audit takes the folder of a run, as in audit='runs/7', got {folder!r:.60}")
         text = os.fspath(folder)
-        refuse_lost_slash(folder)
+        check_folder(folder)
         if "://" in text:
             raise ValueError(
                 f"a ledger is appended to at every step, which {Address(text)} does not support. Pass a local folder."

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
@@ -29,7 +28,7 @@ from midepoch.checkpoint import manifest as manifests
 from midepoch.checkpoint.files import FileSource, Sink
 from midepoch.checkpoint.manifest import Manifest
 from midepoch.errors import CheckpointDamagedError, CheckpointError, CheckpointNotFoundError, FetchError
-from midepoch.storage.address import Address, refuse_lost_slash
+from midepoch.storage.address import check_folder
 
 NUMBER = "(0|[1-9][0-9]{0,18})"
 """Pattern of the number of a step in a name."""
@@ -136,13 +135,8 @@ class CheckpointStore(Protocol):
 
 def open_store(directory: str | os.PathLike[str], storage_options: Mapping[str, Any] | None) -> CheckpointStore:
     """Open a local folder or an address like ``s3://bucket/run``."""
-    refuse_lost_slash(directory)
+    check_folder(directory)
     address = str(directory)
-    if "$" in address:
-        raise ValueError(f"{Address(address)}: variables are not filled in. Use os.path.expandvars(path).")
-    scheme = re.match("(s3|gs|gcs|az|abfs)(:/*|//)(?!//)[^:/]", address)
-    if scheme is not None and "://" not in address and not os.path.exists(address):
-        raise ValueError(f"{Address(address)} would be a local folder. For an address, write {scheme[1]}://….")
     if "://" in address and not address.startswith("file://"):
         from midepoch.checkpoint.remote import RemoteStore
 

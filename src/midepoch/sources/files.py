@@ -37,7 +37,7 @@ from midepoch.sources.names import (
     warn_of_splits,
 )
 from midepoch.sources.splits import DICT, STATE
-from midepoch.storage.address import refuse_lost_slash
+from midepoch.storage.address import advice_on, refuse_lost_slash
 from midepoch.storage.addresses import check_utf8, resolve
 from midepoch.storage.hub_files import HubFiles
 from midepoch.storage.stores import Entry, Store
@@ -283,9 +283,7 @@ def _mistyped(path: str) -> str:
     """Return the sentence about backslashes or variables in a path, or "" if it has none."""
     if "\\" in path and os.sep == "/":
         return f"Folders are separated by /: {path.replace(chr(92), '/')!r}, and not by backslashes."
-    if "$" in path or re.search(r"\{\w*\}", path):
-        return "Variables are not filled in: use os.path.expandvars(path), or f'{folder}/a.parquet'."
-    return ""
+    return advice_on(path)
 
 
 def _common_format(store: Store, entries: list[Entry]) -> str:

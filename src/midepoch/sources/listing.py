@@ -19,6 +19,7 @@ from midepoch._internal import hints
 from midepoch._internal.version import __version__
 from midepoch.errors import FormatError
 from midepoch.sources.names import GLOB
+from midepoch.storage.address import advice_on
 from midepoch.storage.stores import Entry, Store
 
 _MOST_NAMES = 1000
@@ -42,8 +43,7 @@ def nearest(store: Store, path: str) -> str:
     held = ", ".join(names[:5]) + (", …" if len(names) > 5 else "")
     wanted = os.path.relpath(path, folder).split(os.sep)[0]
     meant = "" if GLOB.search(wanted) else hints.nearest(wanted, names[:_MOST_NAMES], "'{}'")
-    address = re.match(r"(s3|gs|gcs|az|abfs|hf|https?):/*", os.path.relpath(path))
-    hint = f" For an address, write {address[1]}://…." if address else ""
+    hint = f" {advice_on(os.path.relpath(path))}".rstrip()
     if folder == os.getcwd() and re.fullmatch(r"[\w.-]+/[\w-]+", os.path.relpath(path)):
         hint = " For a dataset of the Hugging Face Hub, use midepoch.load_dataset(name, split=…)."
     return f"The folder {folder} exists and contains {held or 'nothing'}.{' ' * bool(meant)}{meant}{hint}"

@@ -180,6 +180,26 @@ def is_address(path: str | os.PathLike[str]) -> bool:
     return _ADDRESS.match(os.fsdecode(path)) is not None
 
 
+def advice_on(path: str) -> str:
+    """Return the sentence about variables in a path, or about a scheme without "://". Empty if it has neither.
+
+    >>> advice_on("s3:bucket/run")
+    'For an address, write s3://….'
+    """
+    if "$" in path or re.search(r"\{\w*\}", path):
+        return "Variables are not filled in: use os.path.expandvars(path), or f'{folder}/a.parquet'."
+    scheme = re.match(r"(s3|gs|gcs|az|abfs|hf|https?)(?::/*|//)", path)
+    return f"For an address, write {scheme[1]}://…." if scheme and "://" not in path else ""
+
+
+def check_folder(given: str | os.PathLike[str]) -> None:
+    """Raise ValueError for the name of a folder to be written that is one by mistake."""
+    refuse_lost_slash(given)
+    text = os.fsdecode(given)
+    if "://" not in text and (advice := advice_on(text)) and not os.path.exists(text):
+        raise ValueError(f"{Address(text)} would be the name of a new local folder. {advice}")
+
+
 def is_mistyped(path: str) -> bool:
     """Return True for an address with a password whose scheme or slashes are missing: ``//me:SECRET@host/a``."""
     return "://" not in path and _MISTYPED.fullmatch(path) is not None

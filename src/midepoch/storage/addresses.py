@@ -48,6 +48,8 @@ def resolve(
     scheme = path.split("://", 1)[0].lower()
     if scheme == "file":
         return Store(fs.LocalFileSystem(), retry=retry), os.path.abspath(unquote(path.split("://", 1)[1]))
+    if scheme in ("s3a", "s3n"):  # as Spark writes it
+        return resolve(f"s3{path[len(scheme) :]}", storage_options, filesystem, given)
     refuse_web_page(path)
     options = dict(storage_options or {})
     secrets = Secrets.of(address, options)
@@ -55,8 +57,6 @@ def resolve(
         if is_hub_path(path):
             store = Store(HubFiles.of_options(options), "hf://", secrets, given or _HUB_RETRY)
             return store, parse_hub_path(path.split("://", 1)[1]).given
-        if scheme in ("s3a", "s3n"):
-            raise ValueError(f"{scheme}:// is Spark's name: write s3://")
         if scheme in _NATIVE:
             return _native(address, options, secrets, retry)
         return _by_fsspec(scheme, address, options, secrets, retry)

@@ -27,6 +27,7 @@ from typing import BinaryIO, TypeVar
 
 from midepoch._internal.processes import alive, machine
 from midepoch.errors import MidepochError
+from midepoch.storage.address import check_folder
 
 try:
     import fcntl
@@ -333,6 +334,7 @@ def named_folder(given: object, what: str) -> Path:
     """Return the local folder that an argument names. Raise TypeError if it names none."""
     if not isinstance(given, (str, os.PathLike)) or not os.fspath(given):
         raise TypeError(f"{what} takes the name of a local folder, got {given!r:.60}. Omit it for the default.")
+    check_folder(given)
     return Path(os.path.expanduser(given))
 
 

@@ -100,7 +100,7 @@ def checked_file(native: pa.NativeFile) -> RangeFile:
     """
 
     def fetch(start: int, stop: int) -> bytes:
-        for _ in range(4):  # one in 256 of the bytes equals its mark by chance
+        for _ in range(4):  # one in 256 last bytes equals its mark by chance
             if (data := _read_marked(native, start, stop - start)) is not None:
                 return data
         raise ShortError(f"fewer than the {stop - start} bytes requested from byte {start} on were received")
