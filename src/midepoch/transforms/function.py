@@ -120,14 +120,14 @@ class Function:
 
     def on_rows(
         self, given: Batch, run: RunContext, take: Callable[[Any], Any] | None = None, rows: list[Any] | None = None
-    ) -> list[tuple[int, Any]]:
+    ) -> list[tuple[Any, ...]]:
         """Return (place, result) of every row, without those that fail if failures are skipped.
 
         ``take`` gets every result immediately, and returns what is left of it; None if it has nothing to take.
         ``rows``: the argument for each row; default: the row in the format of the function.
         """
         rows = present_rows(self.fresh(given), self.input_format) if rows is None else rows
-        results: list[tuple[int, Any]] = []
+        results: list[tuple[Any, ...]] = []
         seeds = [] if run.seeds is None else run.seeds.of(given.rows, given.ordinals)
         generators = list(self._generators(given, run)) if self.with_generator else []
         copies = _Copies()
@@ -149,19 +149,23 @@ class Function:
                     take = None
                 else:
                     result = left
-            if copies.needed or len(results) < 2:
+            if copies.needed or len(results) < 2 <= len(given):
                 result = copies.of(result, results)
             results.append((i, result))
         return results
 
-    def on_groups(self, given: Batch, run: RunContext) -> list[tuple[int, int, Any]]:
+    def on_groups(self, given: Batch, run: RunContext) -> list[tuple[Any, ...]]:
         """Return (start, stop, result) of every group of ``batch_size`` rows.
 
         If failures are skipped, the function is called for each row alone of a group that fails.
         """
         size = self.batch_size or len(given)
-        starts = range(0, len(given), size)
-        return [each for start in starts for each in self._on_group(given.slice(start, start + size), start, run)]
+        results: list[tuple[Any, ...]] = []
+        copies = _Copies()
+        for start in range(0, len(given), size):
+            for first, stop, result in self._on_group(given.slice(start, start + size), start, run):
+                results.append((first, stop, copies.of(result, results) if len(given) > size else result))
+        return results
 
     def _on_group(self, group: Batch, start: int, run: RunContext) -> list[tuple[int, int, Any]]:
         try:
@@ -217,30 +221,36 @@ class Function:
 
 
 class _Copies:
-    """Copies of results, if a function returns an object that it has returned for the row before: it may fill it again.
+    """Copies of results, if a function returns an object that it has returned before: it may fill it again.
 
-    Only the first two rows are compared, so that others cost nothing.
+    Only the first two results are compared, so that others cost nothing.
     """
 
     def __init__(self) -> None:
-        self._first: Any = None
-        self._copy: Any = None
         self.needed = False
+        self._first: dict[str, Any] = {}
+        self._copy: Any = None
 
-    def of(self, result: Any, results: list[tuple[int, Any]]) -> Any:
-        """Return the result, or a copy. ``results``: those before, of which the first one may be replaced."""
-        if not results:
-            self._first = result
-            self._copy = own_copy(result) if type(result) is dict else result
-            self._values = list(result.values()) if type(result) is dict else []
-        elif len(results) == 1 and type(result) is dict:
-            old = {id(value) for value in self._values if isinstance(value, _REFILLED) or hasattr(value, "clone")}
-            if result is self._first or any(id(value) in old for value in result.values()):
-                self.needed, results[0] = True, (results[0][0], self._copy)
+    def of(self, result: Any, before: list[tuple[Any, ...]]) -> Any:
+        """Return the result, or a copy. ``before``: places and results so far, of which the first may be replaced."""
+        if not before:
+            values = result if type(result) is dict else {"": result}
+            self._first = {name: value for name, value in values.items() if _can_refill(value)}
+            copies = own_copy(self._first)
+            self._copy = {**result, **copies} if type(result) is dict else copies.get("", result)
+        elif len(before) == 1:
+            values = result if type(result) is dict else {"": result}
+            same = result is before[0][-1] or any(values.get(name) is value for name, value in self._first.items())
+            if same and _can_refill(result):
+                self.needed, before[0] = True, (*before[0][:-1], self._copy)
         return own_copy(result) if self.needed else result
 
 
-_REFILLED = (list, dict, np.ndarray)
+def _can_refill(value: Any) -> bool:
+    """Return True for a list, a dict, an array or a tensor."""
+    return isinstance(value, (list, dict, np.ndarray)) or hasattr(value, "clone")
+
+
 _NOT_LIST = re.compile("not (iterable|subscriptable)|no len")
 _EXTRA_FIRST = re.compile(
     "'(int|.*Generator)' object is not subscriptable|"

@@ -158,8 +158,8 @@ class Map(Function):
         for name, values in columns.items():
             if isinstance(values[0], Iterator):
                 raise MapError(
-                    f"{self.call} returned a {type(values[0]).__name__} as column {name!r}: its values are not made "
-                    f"yet. Return list(…) of it."
+                    f"{self.call} returned a {type(values[0]).__name__} as column {name!r}, whose values are not made "
+                    "yet. Return list(…) of it."
                 )
         return kept, _like(results, columns | collected.columns() if collected else columns)
 
