@@ -9,7 +9,7 @@ import griffe
 
 
 class AssignedMethods(griffe.Extension):
-    """Shows ``map = steps.map`` in the class Dataset as the function that it is."""
+    """Shows ``map = functions.map`` in the class Dataset as the function that it is."""
 
     def on_package(self, *, pkg: griffe.Module, **kwargs: Any) -> None:  # noqa: ARG002
         if pkg.path != "midepoch":

@@ -117,10 +117,12 @@ REFUSED: list[tuple[Call, str]] = [
     ),
     (lambda ds: midepoch.PipelineCheckpoint("$SCRATCH/ck"), r"os\.path\.expandvars"),
     (lambda ds: midepoch.PipelineCheckpoint("gs//bucket/run"), "write gs://"),
+    (lambda ds: midepoch.PipelineCheckpoint("runs/{name}"), "or f'"),
+    (lambda ds: ds.loader(4, audit="$SCRATCH/run"), r"os\.path\.expandvars"),
+    (lambda ds: ds.cache("s3:bucket/cache"), "write s3://"),
     (lambda ds: midepoch.PipelineCheckpoint("s3:bucket/run"), "write s3://"),
     (lambda ds: midepoch.PipelineCheckpoint("ck", keep=0), "To keep all steps, omit keep"),
     (lambda ds: ds.loader(midepoch.Schedule([midepoch.Phase("p", {"a": 1.0}, rows=4)])), r"second argument of mix\(\)"),
-    (lambda ds: midepoch.from_files("s3a://bucket/run"), "write s3://"),
     (lambda ds: midepoch.from_files("none", filters=[("lang", "in", "de")]), r"'in' takes a list of values, \['de'\]"),
 ]
 
@@ -171,8 +173,12 @@ def _another_model(ds: midepoch.Dataset, *, same: bool = False) -> None:
 
 ANNOUNCED: list[tuple[Call, str]] = [
     (
+        lambda ds: midepoch.zip([ds.select_columns("id").filter(lambda row: True), ds.select_columns("text")]),
+        "filter the result",
+    ),
+    (
         lambda ds: midepoch.zip([ds.select_columns("id").shuffle(seed=1), ds.select_columns("text")]),
-        "Shuffle the result",
+        "Shuffle and filter the result",
     ),
     (lambda ds: midepoch.zip([ds.select_columns("id"), ds.select_columns("text").take(9)]), "they have 9 and 40 rows"),
     (lambda ds: midepoch.concat([ds.select_columns("id"), ds.select_columns("text")]), "no column is in all parts"),
@@ -244,6 +250,20 @@ def test_a_function_may_fill_the_same_array_again(ds: midepoch.Dataset, size: in
         expected = batch["id"].tolist()
         assert all(batch[name][:, 0].tolist() == expected for name in ("array", "tensor", "list"))
         assert batch["n"].tolist() == expected
+
+    mask, column = [False] * 5, np.zeros(5, np.int64)
+
+    def odd(rows: dict[str, Any]) -> list[bool]:
+        mask[:] = [n % 2 == 1 for n in rows["id"]]
+        return mask
+
+    def doubled(rows: dict[str, Any]) -> dict[str, Any]:
+        column[:] = 2 * np.array(rows["id"])
+        return {"n": column}
+
+    groups = ds.select_columns("id")
+    assert [row["id"] for row in groups.filter(odd, batched=True, batch_size=5)] == list(range(1, ROWS, 2))
+    assert [row["n"] for row in groups.map(doubled, batched=True, batch_size=5)] == list(range(0, 2 * ROWS, 2))
 
     def several(row: dict[str, Any]) -> Any:
         for n in range(2):
@@ -392,7 +412,7 @@ def test_what_a_restore_leaves_out(ds: midepoch.Dataset, tmp_path: Path, caplog:
     saved.save(loader, model, optimizer, step=1, extra={"scheduler": {"n": 1}})
     cases: list[tuple[dict[str, Any], str]] = [
         ({"model": model, "optimizer": optimizer}, "also has the data and extra={'scheduler': …}"),
-        ({"pipeline": loader, "model": model}, "also has the optimizer and extra"),
+        ({"pipeline": loader, "model": model}, "also has extra={'scheduler': …} and the optimizer"),
         ({"pipeline": loader, "model": model, "optimizer": optimizer}, "also has extra={'scheduler': …}"),
         ({"model": model}, ""),
     ]

@@ -272,6 +272,11 @@ def is_dataset(given: Any) -> bool:
     )
 
 
+def is_loader(given: Any) -> bool:
+    """Return True for a loader, of midepoch or torch."""
+    return hasattr(given, "dataset") and hasattr(given, "__iter__")
+
+
 def is_array(given: Any) -> bool:
     """Return True for an array of numpy or a tensor of torch."""
     return type(given).__module__.partition(".")[0] in ("numpy", "torch") and hasattr(given, "ndim")
@@ -302,7 +307,7 @@ def remedy_for(given: Any, function: str = "") -> str:
         return "Call midepoch.from_files(path), or midepoch.load_dataset(name, split=…)."
     if is_dataset(given):
         return OPEN_ALREADY
-    if hasattr(given, "dataset") and hasattr(given, "__iter__"):
+    if is_loader(given):
         return "It is a loader: pass its dataset, loader.dataset."
     if isinstance(given, (list, tuple)) and given and isinstance(given[0], str):
         return "Call midepoch.from_list([{'text': text} for text in texts]), or midepoch.from_files(paths)."

@@ -178,21 +178,27 @@ def concat(sources: Sequence[Any], *others: Any) -> Dataset:
 
 @hinted()
 def zip(sources: Sequence[Any], *others: Any) -> Dataset:  # noqa: A001  (the name that the field uses; not imported by itself)
-    """Combine datasets side by side until the shortest ends: rows with the columns of all."""
+    """Combine datasets side by side until the shortest ends: rows with the columns of all.
+
+    Rows are combined as they come: shuffle and filter the result, not the parts.
+    """
     parts = _parts(None if others else sources, "zip")
     names = [name for part in parts for name in part.known_columns or ()]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
         raise ColumnError(f"zip: {', '.join(map(repr, twice))} in two of the parts. Use rename_columns in one of them.")
-    orders = {tuple(each.order.shuffle for each in part.leaves) for part in parts}
-    counts = {rows for source in sources if (rows := source.pipeline.numbered) is not None}
-    if len(orders) > 1:
+    orders = {tuple(leaf.order.shuffle for leaf in part.leaves) for part in parts}
+    counts = {source.pipeline.numbered for source in sources}  # None after a filter
+    if len(orders) > 1 or (None in counts and len(counts) > 1):
         warn_once(
-            "zip combines rows in the orders of its parts, which are shuffled differently: what stands side by side "
-            "does not belong together. Shuffle the result: zip([a, b]).shuffle(seed=1)."
+            "zip combines rows as they come, and its parts are shuffled or filtered differently: the rows side by side "
+            "do not belong together. Shuffle and filter the result: zip([a, b]).shuffle(seed=1)."
         )
     elif len(counts) > 1:
-        warn_once("zip ends with the shortest part: they have %s rows.", " and ".join(map(str, sorted(counts))))
+        warn_once(
+            "zip ends with the shortest part: they have %s rows.",
+            " and ".join(f"{rows}" for rows in sorted(filter(None, counts))),
+        )
     return _combined(Zip(parts), sources)
 
 

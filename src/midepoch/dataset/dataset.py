@@ -15,7 +15,7 @@ from midepoch._internal import html
 from midepoch._internal.hints import Elsewhere, hinted_methods, instead, no_attribute, setter
 from midepoch._internal.resumable import Resumable
 from midepoch._internal.values import integer
-from midepoch.dataset import habits, reading, rows, steps
+from midepoch.dataset import functions, habits, reading, rows, steps
 from midepoch.dataset.cached import cached
 from midepoch.iteration.iterators import BatchIterator, RandomAccess, RowIterator
 from midepoch.iteration.state import (
@@ -228,12 +228,12 @@ class Dataset(Resumable):
     cast = steps.cast
     cast_column = steps.cast_column
     class_encode_column = reading.class_encode_column
-    map = steps.map
-    with_transform = steps.with_transform
-    filter = steps.filter
-    flat_map = steps.flat_map
+    map = functions.map
+    with_transform = functions.with_transform
+    filter = functions.filter
+    flat_map = functions.flat_map
     unbatch = steps.unbatch
-    tokenize = steps.tokenize
+    tokenize = functions.tokenize
     decode = steps.decode
     batch = steps.batch
     pack = steps.pack

@@ -12,7 +12,7 @@ import pyarrow as pa
 
 from midepoch._internal.hints import no_attribute, warn_once
 from midepoch._internal.progress import shown
-from midepoch.dataset.steps import with_classes
+from midepoch.dataset.functions import with_classes
 from midepoch.errors import ColumnError
 from midepoch.iteration.iterators import RandomAccess
 from midepoch.order import Shard

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 
-from midepoch._internal.hints import no_attribute
+from midepoch._internal.hints import no_attribute, warn_once
 from midepoch._internal.values import integer, loaded
 from midepoch.errors import WorldError
 
@@ -65,10 +65,12 @@ def find_world(rank: int | None = None, size: int | None = None, data_parallel: 
             raise ValueError(f"rank must be from 0 to {size - 1} for world_size={size}, got {rank}")
         dist = process_group()
         if dist is not None and dist.get_world_size() == size and dist.get_rank() != rank:
-            _log.warning(
-                "rank=%d of %d was given, and torch.distributed says that this is rank %d. Omit rank and world_size to "
-                "detect them: two processes with one rank load the same rows.", rank, size, dist.get_rank(),
-            )  # fmt: skip
+            warn_once(
+                "rank=%s was given, and torch.distributed says that this is rank %s. To detect them, omit rank and "
+                "world_size. Two processes with one rank load the same rows.",
+                str(rank),
+                f"{dist.get_rank()} of {size}",
+            )
         return World(rank, size)
     if data_parallel is not None:
         return _logged_once(part_of(data_parallel), "data_parallel")

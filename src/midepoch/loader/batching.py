@@ -131,8 +131,8 @@ class Batching:
             kind = "padded" if any(each is not None for each in wanted) else None
         if kind is None:
             return None
-        packs = [stage for stage in spec.node.stages if isinstance(stage, PackSpec)]
-        if kind == "padded" and packs and self.layout is not None and packs[-1].strategy == "concat":
+        is_packed = any(isinstance(stage, PackSpec) for stage in spec.node.stages)
+        if kind == "padded" and is_packed and self.layout is not None:
             _log.warning(
                 'loader(layout="padded"): packed sequences have one length already, and the attention mask that it '
                 "adds is 1 also for their padding. Omit layout."

@@ -623,7 +623,10 @@ class Loader(Resumable):
         self._live = self._pass = self._data_pass = None
 
     def close(self) -> None:
-        """Stop threads and workers now. They also stop with the loader, and with the process however it exits."""
+        """Stop threads and workers now. They also stop with the loader, and with the process however it exits.
+
+        The loader can be used again: if its batches came from ``next(loader)``, it continues after the last one.
+        """
         by_next = self._pass is not None
         self._end_iteration()
         self._run = runs.pause(self._run) if by_next else self._run

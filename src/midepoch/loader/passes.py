@@ -209,12 +209,14 @@ class Pass(Resumable):
             if not self._made and self.leased is None:
                 loader._compare(self.start, first=False)  # a pass also for this rank: others may have had a batch
             self._over = self.ended = True
-            if not (self._made or self._start.cursor.begun or self._start.rolled) and loader.last_batch == "drop":
-                _log.warning(
-                    "epoch %d has no batch: its rows are fewer than one, and last_batch is 'drop'.", feed.end.epoch
-                )
             self._record_end(feed)
             loader._finish(feed.end, rolled=self._start.rolled, looked=not self._made)
+            begun = self._made or self._start.cursor.begun or self._start.rolled
+            if not begun and loader.last_batch == "drop" and loader.pipeline.epoch_outputs:
+                _log.warning(
+                    "epoch %d has no batch: its rows are fewer than a global batch, and last_batch is 'drop'. Use "
+                    "smaller batches, or last_batch=\"pad\".", feed.end.epoch,
+                )  # fmt: skip
             return None
 
     def _may_roll(self, feed: Feed) -> bool:

@@ -7,6 +7,7 @@ change. Its kind says how the run came there::
                              │
                              └──leave──► LOOKED (one batch) or LEFT ──deliver──► OPEN
     any ──load──► LOADED      any ──choose──► CHOSEN (set_epoch)      any ──edit──► the same kind
+    OPEN ──pause──► LOADED (close between two calls of next)
 
 ``at`` is what ``state_dict`` saves: the place after the last batch delivered. ``next`` is where the next pass begins.
 They differ at the end of an epoch (the state is that after its last batch, and the next pass is the next epoch), and

@@ -18,13 +18,13 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from midepoch._internal.hints import hinted, instead, is_array, opener_of, remedy_for, warn_once
+from midepoch._internal.hints import hinted, instead, is_array, is_loader, opener_of, remedy_for, warn_once
 from midepoch._internal.progress import Progress
 from midepoch._internal.values import loaded
 from midepoch.dataset import Dataset, habits, parts
 from midepoch.dataset.digest import UndigestibleError, digest_of
+from midepoch.dataset.functions import names_of
 from midepoch.dataset.parts import PartWriter
-from midepoch.dataset.steps import names_of
 from midepoch.errors import DataNotFoundError, MapError, MidepochError
 from midepoch.memory.tables import Schema, dataset_of, folder_for, rows_table, stored, types_of, with_types
 from midepoch.transforms.encode import ItemMap, Items
@@ -226,8 +226,7 @@ def _length(dataset: Any) -> int:
     other = None if is_array(dataset) or isinstance(dataset, (list, tuple)) else opener_of(dataset)
     if isinstance(dataset, (str, bytes, Mapping)) or not (other is None or "map_style" in other):
         raise TypeError(instead("from_map_style", expected, dataset))
-    is_loader = hasattr(dataset, "dataset") and hasattr(dataset, "__iter__")
-    if is_loader or not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
+    if is_loader(dataset) or not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
         lacks = "len()" if hasattr(dataset, "__getitem__") else "ds[i]"
         raise TypeError(
             f"from_map_style takes {expected}, got {type(dataset).__name__} without {lacks}. {remedy_for(dataset)}"

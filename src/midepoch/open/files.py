@@ -13,7 +13,7 @@ from typing import Any
 from midepoch._internal.hints import hinted
 from midepoch._internal.progress import shown
 from midepoch.dataset import Dataset, habits
-from midepoch.dataset.steps import names_of
+from midepoch.dataset.functions import names_of
 from midepoch.errors import DataNotFoundError
 from midepoch.order import Order, Selection
 from midepoch.pipeline.leaf import Leaf

@@ -373,12 +373,12 @@ def parse(state: Any) -> Saved:
             "this is a state of torchdata's StatefulDataLoader. Load it there, with the dataset in it, and change to "
             "this loader between two epochs."
         )
-    if version is not None and not isinstance(version, int):
-        raise StateError(
-            f"{KEY!r} is {version!r} of type {type(version).__name__}, not an int: the state was converted. Keep it as "
-            "JSON, or pickle it."
-        )
-    if isinstance(version, bool) or not isinstance(version, int):
+    if type(version) is not int:
+        if version is not None:
+            raise StateError(
+                f"{KEY!r} is {version!r} of type {type(version).__name__}, not an int: the state was converted. Save "
+                "it as JSON, or pickle it."
+            )
         if state and all(isinstance(each, Mapping) and KEY in each for each in state.values()):
             raise StateError(
                 "these are several states. For those of several ranks, pass a list: list(states.values())."

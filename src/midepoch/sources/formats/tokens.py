@@ -71,7 +71,7 @@ class TokensFormat(Format):
 
     def _batch(self, name: str, file: FileContents, block: Block) -> pa.RecordBatch:
         assert block.end is not None
-        dtype, _, _ = _layout(name, file, self._dtype, self._length)
+        dtype, _, _ = _layout(name, file, self._dtype)
         size, schema = block.end - block.offset, _schema(dtype, self._length)
         data, kind, tokens = pa.py_buffer(file.read(size, block.offset)), schema.field(0).type, size // dtype.itemsize
         values = pa.Array.from_buffers(kind.value_type, tokens, [None, data])
@@ -83,8 +83,8 @@ def _schema(dtype: np.dtype[Any], length: int) -> pa.Schema:
     return pa.schema([pa.field(COLUMN, pa.list_(pa.from_numpy_dtype(dtype), length))])
 
 
-def _layout(name: str, file: FileContents, given: str, length: int) -> tuple[np.dtype[Any], int, int]:
-    """Return the type of the tokens, and the range of their bytes."""
+def _layout(name: str, file: FileContents, given: str, length: int = 1) -> tuple[np.dtype[Any], int, int]:
+    """Return the type of the tokens, and the range of their bytes. Warn if sequences of a length cross rows."""
     head, size = bytes(file.read(_LLMC_BYTES, 0)), file.size
     if head.startswith((b"PK\x03\x04", b"PAR1")):
         what = "Parquet" if head.startswith(b"PAR1") else "an archive (.npz or .pt)"
