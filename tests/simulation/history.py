@@ -6,7 +6,7 @@ import random
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import count
@@ -25,6 +25,8 @@ from simulation.plans import Plan, StartPlan
 from simulation.site import Site
 from simulation.store import Bucket
 
+_TIMEOUT = 20.0
+"""Seconds for which ranks wait for each other when they save."""
 _MOST_STEPS = 150
 """Steps of the longest plan are 60: two epochs, of which each start may repeat some."""
 
@@ -163,7 +165,7 @@ class History:
                 return
             address = "sim://bucket/run" if plan.remote else str(self.folder / "checkpoint")
             saver = PipelineCheckpoint(
-                address, plan.keep, async_save=plan.in_background, rank=rank, world_size=start.world, timeout=20.0
+                address, plan.keep, async_save=plan.in_background, rank=rank, world_size=start.world, timeout=_TIMEOUT
             )
             model = Weights() if plan.has_model else None
             step = None if start.forgets else saver.restore_latest(loader, model, rng=False)
@@ -264,6 +266,7 @@ class History:
         def save() -> None:
             if saver is None:
                 return
+            self._lag(start, rank, step, "save")
             name = f"{number}.{next(saves)}"
             mark = self.marks.get(name) or Mark(len(self.marks) + 1, self.kept, self.logs)
             self.marks[name] = mark
@@ -284,6 +287,8 @@ class History:
 
         def edit() -> None:
             if step == plan.edit_at:
+                if step and "lease" in plan.features:
+                    taker.end_pass()  # with gaps in what is acknowledged
                 for change in plan.case.edits:
                     try:
                         change(loader)
@@ -297,7 +302,11 @@ class History:
             return
         if restored is None:
             edit()
+        elif start.saves_first:
+            save()
+        returns = start.returns if saver is not None else None
         while True:
+            self._lag(start, rank, step, "batch")
             try:
                 has_batch = taker.take(step + 1)
             except KeyboardInterrupt:
@@ -336,6 +345,13 @@ class History:
                 return
             if (start.every and step % start.every == 0) or (leaves is not None and leaves.kind == "preempt"):
                 save()
+            if start.probes:
+                self._probe(number, start, rank, loader)
+            if returns is not None and step >= returns and self._steps_of(saver):
+                returns = None
+                if (back := self._return(number, start, rank, loader, model, saver, taker)) is None:
+                    return
+                step = back
             if leaves is not None and (leaves.kind != "kill" or leaves.rank == rank):
                 if leaves.kind == "kill":
                     cluster.die(f"kill of rank {rank} after step {step}")
@@ -343,6 +359,50 @@ class History:
                 cluster.agree(None)
                 taker.end_pass()
                 return
+
+    def _lag(self, start: StartPlan, rank: int, step: int, where: str) -> None:
+        lag = start.lag
+        if lag is None or (lag.rank, lag.step, lag.where) != (rank, step, where) or start.world == 1:
+            return
+        if lag.seconds > _TIMEOUT:
+            self.cluster.happened.append(f"rank {rank} is {lag.seconds} s late")
+        self.cluster.sleep(lag.seconds)
+
+    def _return(
+        self, number: int, start: StartPlan, rank: int, loader: Any, model: Weights | None, saver: Any, taker: Taker
+    ) -> int | None:
+        """Restore the latest checkpoint in the middle of training, and return its step."""
+        cluster = self.cluster
+        try:
+            saver.wait()
+            self._note_durable(rank, None)
+        except CheckpointSaveError:
+            if not self._tolerates(start):
+                raise
+        if rank % 2 or isinstance(taker, Leases):  # before it or after it
+            taker.end_pass()
+        step: int | None = saver.restore_latest(loader, model, rng=False)
+        taker.end_pass()
+        if isinstance(taker, Leases):
+            taker.acknowledge_late()
+        mark = "" if step is None else saver.metadata(step)["mark"]
+        if len(set(cluster.agree(mark))) > 1:
+            raise FindingError(f"start {number}: the ranks restored different checkpoints in the same process")
+        if not rank:
+            self._restored(mark, number, model)
+            self.logs = [[] for _ in range(start.world)]
+        cluster.agree(None)
+        self.events.append(f"start {number}: restored step {step} in the same process") if not rank else None
+        return step
+
+    def _probe(self, number: int, start: StartPlan, rank: int, loader: midepoch.Loader) -> None:
+        """Load the state into another loader, which has to be at the same place."""
+        state = loader.state_dict()
+        other = self.plan.case.make(rank=rank, world=start.world, workers=0, size=start.size, last=self.plan.last)
+        other.load_state_dict(state)
+        loaded, expected = _without_branches(other.state_dict()), _without_branches(state)
+        if loaded != expected:
+            raise FindingError(f"start {number}: a loader with the state {expected} is at {loaded}")
 
     def _save_apart(self, loader: midepoch.Loader, saver: Any, step: int) -> None:
         """Save when ranks are at different steps, which has to be refused."""
@@ -355,6 +415,11 @@ class History:
 
     def log(self, rank: int, step: int, epoch: int, batch: Any) -> None:
         self.logs[rank].append(Entry(epoch, step, rank, tuple(self.plan.case.rows(batch))))
+
+
+def _without_branches(state: dict[str, Any]) -> dict[str, Any]:
+    """Return a state without what only a ledger knows."""
+    return {**state, "more": [entry for entry in state.get("more", ()) if entry[0] != "branches"]}
 
 
 def _ends(ranks: list[Rank]) -> str:
@@ -414,6 +479,7 @@ class Leases:
         self._history, self._loader, self._rank, self._pauses = history, loader, rank, pauses
         self._items: Any = None
         self._out: list[tuple[Any, int, int]] = []
+        self._left: list[Any] = []
         self._least = int(history.cluster.random.random() < 0.3)  # one is out for long
 
     def take(self, step: int) -> bool:
@@ -446,7 +512,16 @@ class Leases:
     def end_pass(self) -> None:
         if self._items is not None:
             self._items.__exit__(None, None, None)
+        self._left += [lease for lease, _, _ in self._out]
         self._items, self._out = None, []
+
+    def acknowledge_late(self) -> None:
+        """Acknowledge leases of before a restore, which has to be refused."""
+        for lease in self._left:
+            with suppress(ValueError):
+                if lease.ack():
+                    raise FindingError(f"lease {lease.id} of before the restore was acknowledged")
+        self._left.clear()
 
 
 Taker = Batches | Paused | Leases

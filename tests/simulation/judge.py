@@ -133,13 +133,15 @@ def _check_ledger(history: History) -> None:
         return
     if run.steps != len(history.steps):
         raise FindingError(f"the ledger has {run.steps} steps, there were {len(history.steps)}")
-    step = history.cluster.random.choice(sorted({entry.step for entry in history.entries}))
-    named = sorted(one.row for one in run.rows_of_step(step))
-    expected = sorted(row for entry in history.entries if entry.step == step for row in entry.outputs)
-    if named != expected:
-        raise FindingError(f"the ledger names the rows {named} of step {step}, {expected} came")
+    draws, steps = history.cluster.random, sorted({entry.step for entry in history.entries})
+    for step in draws.sample(steps, min(len(steps), _STEPS_ASKED)):
+        named = sorted(one.row for one in run.rows_of_step(step))
+        expected = sorted(row for entry in history.entries if entry.step == step for row in entry.outputs)
+        if named != expected:
+            raise FindingError(f"the ledger names the rows {named} of step {step}, {expected} came")
 
 
+_STEPS_ASKED = 4
 _OF_OUTPUTS = {"schedule", "tokens at run time"}
 """Features whose outputs are not rows: passes of a source, and batches."""
 
@@ -160,9 +162,8 @@ def _check_files(history: History) -> None:
         left = [name for name in history.bucket.content if name.endswith("/claim")]
     else:
         folder = history.folder / "checkpoint"
-        left = [path.name for path in folder.iterdir() if _LEFT.match(path.name)]
-        if history.plan.starts[-1].forgets:  # its saves may be refused, and only a save sweeps
-            left = [name for name in left if not name.endswith(".old")]
+        sweeps = not history.plan.starts[-1].forgets  # else its saves may be refused, and only a save sweeps
+        left = [path.name for path in folder.iterdir() if sweeps and _LEFT.match(path.name)]
     if left:
         raise FindingError(f"left over: {left}")
     if history.rotten or history.disk.lost:

@@ -28,6 +28,16 @@ class Exit:
 
 
 @dataclass(frozen=True)
+class Lag:
+    """Seconds by which a rank comes late to a save, or to its next batch."""
+
+    rank: int
+    step: int
+    seconds: float
+    where: str
+
+
+@dataclass(frozen=True)
 class StartPlan:
     """One start of the run: its ranks, batches, checkpoints and faults.
 
@@ -38,7 +48,10 @@ class StartPlan:
     file of the latest checkpoint has changed, at this share of its bytes. ``drifts``: at its second save, one rank has
     taken a batch more than the others. ``foolish``: then the next start loads the state of that rank: rows are lost.
     ``forgets``: it restores nothing, and trains from the beginning. ``workers``: of each rank. ``pauses``: batches are
-    taken by ``next(loader)``, and it is closed in between; blocks of leases are left in between.
+    taken by ``next(loader)``, and it is closed in between; blocks of leases are left in between. ``returns``: after this
+    step, the living process restores the latest checkpoint, as a loop does whose loss is not a number. ``saves_first``:
+    what was restored is saved before the first batch. ``lag``: a rank is late once. ``probes``: states are loaded into
+    another loader, which has to be at the same place.
     """
 
     world: int
@@ -57,6 +70,10 @@ class StartPlan:
     forgets: bool = False
     workers: int = 0
     pauses: bool = False
+    returns: int | None = None
+    saves_first: bool = False
+    lag: Lag | None = None
+    probes: bool = False
 
 
 @dataclass(frozen=True)
@@ -108,6 +125,10 @@ class Plan:
                 "a rank takes a batch more": start.drifts,
                 f"{start.workers} workers": start.workers > 0,
                 "pauses": start.pauses,
+                f"restores in the same process after step {start.returns}": start.returns is not None,
+                "saves first": start.saves_first,
+                "loads its states elsewhere": start.probes,
+                str(start.lag): start.lag is not None,
             }
             parts += [text for text, has in habits.items() if has]
             parts += [str(fault) for fault in start.faults] + ([str(start.exit)] if start.exit else [])
@@ -187,9 +208,45 @@ def _with_habits(plan: Plan, draws: random.Random) -> Plan:
         starts = [_with_workers(draws, start, is_last=start is starts[-1]) for start in starts]
     if draws.random() < 0.15:
         starts = [replace(start, pauses=start.world == 1 and not start.chooses) for start in starts]
-    return replace(
+    plan = replace(
         plan, pipeline=pipeline, keep=keep, starts=tuple(starts), has_model=has_model or later, in_background=later
     )
+    return _with_rare_habits(plan, random.Random(f"rare habits of {plan.seed}"))
+
+
+def _with_rare_habits(plan: Plan, draws: random.Random) -> Plan:
+    """Draw what a few users do."""
+    starts = list(plan.starts)
+    if draws.random() < 0.25:
+        starts = [
+            start if start.forgets or start.foolish else replace(start, returns=draws.choice((None, 1, 2, 3, 5)))
+            for start in starts
+        ]
+    if draws.random() < 0.25:
+        starts = [replace(start, saves_first=draws.random() < 0.5) for start in starts]
+    if draws.random() < 0.25:
+        starts = [
+            replace(start, lag=_lag(draws, start, late=number < len(starts) - 1)) for number, start in enumerate(starts)
+        ]
+    if draws.random() < 0.1:
+        starts = [replace(start, probes="lease" not in plan.features) for start in starts]
+    if draws.random() < 0.25:
+        for number, start in enumerate(starts[1:-1], 1):
+            unreadable = Fault(
+                "error", draws.randrange(start.world), draws.randint(1, 30), "checkpoint", errno.EIO, reads=True
+            )
+            if not plan.remote:
+                starts[number] = replace(start, faults=(*start.faults, unreadable))
+    alone = "lease" in plan.features and all(start.world == 1 for start in starts)
+    late = alone and "exclude steps" not in plan.features and draws.random() < 0.5
+    return replace(plan, starts=tuple(starts), edit_at=draws.choice((1, 2, 3)) if late else plan.edit_at)
+
+
+def _lag(draws: random.Random, start: StartPlan, *, late: bool) -> Lag:
+    """Draw a lag. ``late``: it may be later than the others wait for a save."""
+    where = draws.choice(("save", "batch"))
+    seconds = draws.choice((2.0, 12.0, 12.0, 30.0) if late and where == "save" else (2.0, 12.0))
+    return Lag(draws.randrange(start.world), draws.randint(0, 5), seconds, where)
 
 
 def _with_workers(draws: random.Random, start: StartPlan, *, is_last: bool) -> StartPlan:
