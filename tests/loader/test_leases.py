@@ -117,6 +117,25 @@ def test_leases_that_are_out_are_returned_to_the_next_block(data: str) -> None:
     assert again[2].id == leases[3].id + 1
 
 
+@pytest.mark.parametrize("tokens", [False, True])
+def test_workers_make_what_is_left_when_a_block_was_left(data: str, tokens: bool) -> None:
+    """The rest of a plan is sent to processes."""
+    options: dict[str, Any] = {"num_workers": 2, "prefetch": 2}
+    if tokens:
+        options |= {"max_tokens": 512, "length": "id", "layout": None}
+    ds = midepoch.from_files(data).select(range(1, 129)).shuffle(seed=1).with_format("numpy")
+    loader = ds.loader(None if tokens else 8, **options)
+    with loader.lease() as items:
+        leases = take(items, 6)
+        rows = rows_of([lease.batch for lease in (leases[1], leases[4])])
+        leases[1].ack(), leases[4].ack()
+    with loader.lease() as items:
+        for lease in items:
+            rows += rows_of([lease.batch])
+            lease.ack()
+    assert sorted(rows) == list(range(1, 129))
+
+
 def test_an_epoch_is_over_when_all_of_it_is_acknowledged(data: str) -> None:
     loader = make(data, 1024)
     with loader.lease() as items:

@@ -243,7 +243,7 @@ class History:
         forgets = self.plan.starts[number].forgets
         if order < self.durable and not (unreadable or forgets):
             raise FindingError(f"start {number} restored checkpoint {order}, and {self.durable} was saved")
-        self.durable = order if unreadable and not forgets else self.durable
+        self.durable = min(order, self.durable) if unreadable and not forgets else self.durable
         self.kept = self.marks[mark].kept if mark else ()
         if mark:
             self._check_weights(mark, model)
@@ -352,6 +352,9 @@ class History:
                 if (back := self._return(number, start, rank, loader, model, saver, taker)) is None:
                     return
                 step = back
+                if all(cluster.agree(loader._next_cursor().epoch >= plan.epochs)):
+                    save()
+                    return
             if leaves is not None and (leaves.kind != "kill" or leaves.rank == rank):
                 if leaves.kind == "kill":
                     cluster.die(f"kill of rank {rank} after step {step}")

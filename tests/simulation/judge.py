@@ -161,10 +161,8 @@ def _check_files(history: History) -> None:
     if history.plan.remote:
         left = [name for name in history.bucket.content if name.endswith("/claim")]
     else:
-        folder = history.folder / "checkpoint"
-        sweeps = not history.plan.starts[-1].forgets  # else its saves may be refused, and only a save sweeps
-        left = [path.name for path in folder.iterdir() if sweeps and _LEFT.match(path.name)]
-    if left:
+        left = [path.name for path in (history.folder / "checkpoint").iterdir() if _LEFT.match(path.name)]
+    if left and not history.plan.starts[-1].forgets:  # its saves may be refused, and only a save sweeps
         raise FindingError(f"left over: {left}")
     if history.rotten or history.disk.lost:
         return

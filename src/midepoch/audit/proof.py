@@ -263,7 +263,7 @@ class History:
             is_over = load.cursor.lanes_ended or load.shape.epoch > saved.shape.epoch
             knows_end = not is_over or self._run.reached_end(saved)
             if knows_end and self._is_at(load, claim):
-                if saved.most_steps <= in_line.get(branch.passes[number].key, 0):
+                if saved.most_steps <= in_line.get(branch.passes[number].key, -1):  # it has not left it
                     self._restore(now)
                 self._count_again(now)
                 return
@@ -288,7 +288,8 @@ class History:
         def matches(rank: int, steps: int, stop: int | None = None) -> bool:
             record = one.of_rank[rank]
             whole, part = (delivered_by(one.of(rank, each), self._run) for each in (record, record.until(steps, stop)))
-            return part == whole.intersection(claim.done)
+            is_over = load.shape.epoch > one.shape.epoch  # then the state has all of it
+            return part == (whole if is_over else whole.intersection(claim.done))
 
         saves = {rank: next((s for s in reversed(one.saves) if matches(rank, *s)), None) for rank, one in ranks}
         if not (matched := [save for save in saves.values() if save is not None]):

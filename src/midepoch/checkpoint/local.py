@@ -254,12 +254,12 @@ class LocalStore:
         while True:
             if not self.path.is_dir():
                 make_folder(self.path)
-            path.parent.mkdir(parents=True, exist_ok=True)
             try:
+                path.parent.mkdir(parents=True, exist_ok=True)
                 temporary.write_bytes(data)
                 os.replace(temporary, path)
                 return
-            except FileNotFoundError:  # the last rank to leave has just removed the folder
+            except FileNotFoundError:  # the last rank to leave has just removed a folder
                 continue
             except BaseException:
                 temporary.unlink(missing_ok=True)

@@ -114,7 +114,7 @@ class PipelineCheckpoint:
         self._background, self._snapshots = Background(), Snapshots()
         self._members = Members(self._steps.store, self._world)
         self._damaged: set[tuple[int, int]] = set()  # (step, sequence) of steps that were found damaged when read
-        self._asked, self._kept = False, frozenset[tuple[int, int]]()  # steps of a start that this one did not look at
+        self._asked, self._kept = False, frozenset[int]()  # steps of a start that this one did not look at
 
     if not TYPE_CHECKING:  # a type checker would allow every name
 
@@ -190,18 +190,18 @@ class PipelineCheckpoint:
         Raise CheckpointSaveError if it would replace one.
         """
         if not self._asked:
-            manifests, _ = self._steps.manifests()
+            steps = self._steps.numbers()
             self._asked = True
-            if max((manifest.step for manifest in manifests), default=-1) >= number:
-                self._kept = frozenset((manifest.step, manifest.sequence) for manifest in manifests)
+            if max(steps, default=-1) >= number:
+                self._kept = frozenset(steps)
         if not self._kept:
             return
-        steps = {step for step, _ in self._kept}
         text = (
-            f"{self._steps.name} has steps up to {max(steps)} of an earlier start, and this one has restored nothing. "
-            "To continue the earlier one, call restore_latest() before training. For another run, use another folder"
+            f"{self._steps.name} has steps up to {max(self._kept)} of an earlier start, and this one has restored "
+            "nothing. To continue the earlier one, call restore_latest() before training. For another run, use another "
+            "folder"
         )
-        if number in steps:
+        if number in self._kept:
             raise CheckpointSaveError(f"step {number} is not replaced: {text}, or delete({number}).")
         warn_once("%s. The earlier steps are kept.", text)
 
@@ -228,8 +228,8 @@ class PipelineCheckpoint:
         if rules == Keep():
             return
         try:
-            spared = self._damaged | self._kept
-            read = [manifest for manifest in manifests if (manifest.step, manifest.sequence) not in spared]
+            own = [manifest for manifest in manifests if manifest.step not in self._kept]
+            read = [manifest for manifest in own if (manifest.step, manifest.sequence) not in self._damaged]
             intact = [manifest for manifest in read if self._steps.is_complete(manifest)]
             dropped = set(rules.dropped(intact, time.time()))
             if rules.metric and not any(isinstance(one.metadata.get(rules.metric), (int, float)) for one in intact):
@@ -369,7 +369,7 @@ class PipelineCheckpoint:
             there = ", ".join(map(str, self.steps())) or "none"
             raise CheckpointNotFoundError(f"{self._steps.name} has no step {step}. Existing steps: {there}.")
         self._steps.remove(step)
-        self._kept = frozenset(kept for kept in self._kept if kept[0] != step)
+        self._kept -= {step}
 
     def wait(self) -> None:
         """Wait until the save in the background has finished; raises its error."""

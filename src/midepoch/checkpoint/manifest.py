@@ -36,7 +36,7 @@ _RESERVED = re.compile(r"(?i)(con|prn|aux|nul|com[0-9]|lpt[0-9])(\..*)?\Z")
 
 @dataclass(frozen=True)
 class Manifest:
-    """Everything about a step except its contents. ``sequence`` counts commits: the latest step has the largest."""
+    """Everything about a step except its contents. ``sequence`` orders commits: the latest step has the largest."""
 
     step: int
     sequence: int

@@ -63,9 +63,19 @@ class RankConsistencyCheck:
         keyvalue.publish(f"made/{self._group}/{self._rank}/{self._number}", self._made_as)
         self._refused_before = keyvalue.refusal(group)[0]
         self._loads = self._passes = self._agreements = 0
+        self._begun, self._since = False, ""  # the load after which passes are counted, if one had begun before it
 
     def loaded(self) -> None:
-        """Note that a state was loaded, weights were set or steps excluded: what is compared may have changed."""
+        """Note that a state was loaded. Passes are counted anew if it is in the middle of a run.
+
+        Until then, the ranks may have counted differently: one had no batch of a pass, another one and left it.
+        """
+        self.edited()
+        if self._begun:
+            self._since, self._passes = f"{self._loads}/", 0
+
+    def edited(self) -> None:
+        """Note that weights were set or steps excluded: what is compared may have changed."""
         self._loads += 1
 
     def next_name(self) -> str:
@@ -92,6 +102,7 @@ class RankConsistencyCheck:
 
     def check_identity(self, identity: Mapping[str, Any]) -> None:
         """Raise WorldError, at the first step, if the first rank to arrive loads different data."""
+        self._begun = True
         self._check(f"loader/{self.name}/{self._loads}", _comparable(identity, self._options))
 
     def check_pass(self, identity: Mapping[str, Any], place: Mapping[str, int]) -> None:
@@ -100,7 +111,9 @@ class RankConsistencyCheck:
         The n-th pass of more than one batch is compared with the n-th of the others. A pass of one batch, a look that
         possibly only one rank takes, does not count.
         """
-        self._check(f"pass/{self.name}/{self._passes + 1}", {**_comparable(identity, self._options), **place})
+        self._check(
+            f"pass/{self.name}/{self._since}{self._passes + 1}", {**_comparable(identity, self._options), **place}
+        )
         self._passes += 1
 
     def _check(self, key: str, description: dict[str, Any]) -> None:

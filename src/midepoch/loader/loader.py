@@ -325,7 +325,8 @@ class Loader(Resumable):
         self._feeds.forget()
         self._leases.drop()
         self._run = runs.load(resumed.spec.for_processes(self.shard.count, begun=True), resumed.cursor)
-        self._compare_again()
+        if self._counterparts is not None:
+            self._counterparts.loaded()
         if self._ledger is not None:  # now, not with the first batch: there may be no batch left
             self._begin_record(self._ledger, self._run.cursor, load=True)
 
@@ -454,7 +455,8 @@ class Loader(Resumable):
         live = self._current()
         is_open = live is not None and live.is_open
         self._run = runs.edit(self._run, spec, cursor, is_open=is_open)
-        self._compare_again()
+        if self._counterparts is not None:
+            self._counterparts.edited()
         if live is not None and is_open:
             live.reopen()
 
@@ -578,10 +580,6 @@ class Loader(Resumable):
         """Compare this rank with the others: what it loads, and at the second batch of a pass also from where."""
         if self._counterparts is not None:
             self._counterparts.compare(self.pipeline, start, first=first)
-
-    def _compare_again(self) -> None:
-        if self._counterparts is not None:
-            self._counterparts.loaded()
 
     def _begin_record(
         self, ledger: Ledger, start: Cursor, *, leased: LeaseSteps | None = None, load: bool = False

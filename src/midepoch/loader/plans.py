@@ -232,28 +232,28 @@ class RemainingSteps:
     """The steps of a plan without those that are acknowledged. Step i is the i-th that remains."""
 
     def __init__(self, plan: Any, acked: Intervals) -> None:
-        self._all, self._acked = plan, acked
+        self.whole, self.acked = plan, acked
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):
+        if name.startswith("_") or name == "whole":  # before it is set, while it is unpickled
             raise AttributeError(name)
-        return getattr(self._all, name)
+        return getattr(self.whole, name)
 
     def _step(self, number: int) -> int:
         """Return the number in the plan of a step that remains."""
-        return self._acked.remaining(number) if number >= 0 else number
+        return self.acked.remaining(number) if number >= 0 else number
 
     def has(self, step: int) -> bool:
-        return bool(self._all.has(self._step(step)))
+        return bool(self.whole.has(self._step(step)))
 
     def has_for(self, step: int, shard: Shard) -> bool:
-        return bool(self._all.has_for(self._step(step), shard))
+        return bool(self.whole.has_for(self._step(step), shard))
 
     def share(self, shard: Shard) -> int:
-        return self._acked.before(int(self._all.share(shard)))
+        return self.acked.before(int(self.whole.share(shard)))
 
     def ask(self, steps: Sequence[int], shard: Shard) -> Asked:
-        parts = [self._all.ask(run, shard) for run in _runs([self._step(step) for step in steps])]
+        parts = [self.whole.ask(run, shard) for run in _runs([self._step(step) for step in steps])]
         if len(parts) == 1:
             return parts[0]  # type: ignore[no-any-return]
         offsets = [0, *accumulate(len(part.positions) for part in parts)]
@@ -264,13 +264,13 @@ class RemainingSteps:
         return Asked(np.concatenate([part.positions for part in parts]), ends, genuine, rows)
 
     def first_position(self, step: int) -> int:
-        return int(self._all.first_position(self._step(step)))
+        return int(self.whole.first_position(self._step(step)))
 
     def place(self, step: int) -> str:
-        return str(self._all.place(self._step(step)))
+        return str(self.whole.place(self._step(step)))
 
     def cursor(self, step: int) -> Cursor:
-        return self._all.cursor(self._step(step))  # type: ignore[no-any-return]
+        return self.whole.cursor(self._step(step))  # type: ignore[no-any-return]
 
 
 def _runs(steps: Sequence[int]) -> Iterator[list[int]]:

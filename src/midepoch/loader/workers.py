@@ -18,7 +18,7 @@ from midepoch.errors import MapError
 from midepoch.loader.batches import BatchMaker
 from midepoch.loader.crew import SHORT, Crew, Job, MainIsGone, WorkerLink, receive_within, report
 from midepoch.loader.options import Options
-from midepoch.loader.plans import MadeBatch
+from midepoch.loader.plans import MadeBatch, RemainingSteps
 from midepoch.loader.processes import compact, open_crew
 from midepoch.order import Shard
 from midepoch.order.intervals import EMPTY, Intervals
@@ -271,9 +271,7 @@ class WorkerPool:
         """Tell some more workers to begin. The first batch comes sooner if not all compete for the cores."""
         for _ in range(min(workers, len(self._untold))):
             number = self._untold.popleft()
-            # Lengths and functions are sent once, with the job: workers plan batches by tokens themselves.
-            plan = (self._plan.begin, self._plan.batches.excluded) if isinstance(self._plan, TokenPlan) else self._plan
-            self.crew.tell(number, (self._run, plan, self._grants(number)))
+            self.crew.tell(number, (self._run, _as_sent(self._plan), self._grants(number)))
 
     def step(self, step: int) -> MadeBatch:
         """Return a step. Steps are requested in order. Raises the errors of the worker, or WorkerError."""
@@ -395,9 +393,22 @@ class _BatchWorker:
             granted = array("i", message[len(SHORT) :]).tolist()
         else:
             self._run, plan, granted = message
-            if isinstance(plan, tuple):
-                assert self._options.planning is not None
-                begin, excluded = plan
-                plan = TokenPlan.of(self._leaf, self._options.planning, begin, self._options.last_batch, excluded)
-            self._plan = plan
+            self._plan = self._as_planned(plan)
         self._slots.extend(map(self._link.accept, granted))
+
+    def _as_planned(self, plan: Any) -> Any:
+        """Return the plan that the main process has."""
+        if isinstance(plan, RemainingSteps):
+            return RemainingSteps(self._as_planned(plan.whole), plan.acked)
+        if not isinstance(plan, tuple):
+            return plan
+        assert self._options.planning is not None
+        begin, excluded = plan
+        return TokenPlan.of(self._leaf, self._options.planning, begin, self._options.last_batch, excluded)
+
+
+def _as_sent(plan: Any) -> Any:
+    """Return a plan as it is sent: workers plan batches by tokens themselves, by the lengths that came with the job."""
+    if isinstance(plan, RemainingSteps):
+        return RemainingSteps(_as_sent(plan.whole), plan.acked)
+    return (plan.begin, plan.batches.excluded) if isinstance(plan, TokenPlan) else plan
