@@ -118,13 +118,12 @@ def test_leases_that_are_out_are_returned_to_the_next_block(data: str) -> None:
 
 
 @pytest.mark.parametrize("tokens", [False, True])
-def test_workers_make_what_is_left_when_a_block_was_left(data: str, tokens: bool) -> None:
+def test_workers_make_what_is_left_when_a_block_was_left(tokens: bool) -> None:
     """The rest of a plan is sent to processes."""
     options: dict[str, Any] = {"num_workers": 2, "prefetch": 2}
-    if tokens:
-        options |= {"max_tokens": 512, "length": "id", "layout": None}
-    ds = midepoch.from_files(data).select(range(1, 129)).shuffle(seed=1).with_format("numpy")
-    loader = ds.loader(None if tokens else 8, **options)
+    options |= {"max_tokens": 64, "layout": None} if tokens else {"batch_size": 8}
+    columns = {"id": list(range(1, 129)), "input_ids": [[i] * (1 + i % 7) for i in range(1, 129)]}
+    loader = midepoch.from_dict(columns).shuffle(seed=1).with_format("numpy").loader(**options)
     with loader.lease() as items:
         leases = take(items, 6)
         rows = rows_of([lease.batch for lease in (leases[1], leases[4])])
