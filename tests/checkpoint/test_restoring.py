@@ -265,7 +265,7 @@ def test_equal_sequence_numbers_have_one_order(tmp_path: Path) -> None:
     checkpoint = PipelineCheckpoint(tmp_path)
     for step in (1, 2):
         checkpoint.save(step=step)
-    rewritten(lambda content: content.update(sequence=1))(tmp_path)
+    rewritten(lambda content: content.update(sequence=checkpoint.manifest(1).sequence))(tmp_path)
     fresh = PipelineCheckpoint(tmp_path)
     assert fresh.latest_step() == fresh.restore_latest() == 2
 

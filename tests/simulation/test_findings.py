@@ -197,6 +197,18 @@ def test_a_start_that_forgets_to_restore_spares_the_steps_also_if_one_could_not_
     assert simulator.run(replace(PLAN, pipeline="pack", starts=starts, keep=1)).finding == ""
 
 
+def test_a_start_that_forgets_to_restore_spares_the_steps_also_if_its_first_save_failed(simulator: Simulator) -> None:
+    """Only the next one could look for them, which was after the last of them."""
+    throttled = Fault("throttle", 0, 2, "store")
+    starts = (
+        StartPlan(1, 4, every=1, exit=Exit("preempt", 5)),
+        StartPlan(1, 4, every=3, forgets=True, faults=(throttled,)),
+        StartPlan(1, 4, every=5),
+    )
+    plan = replace(PLAN, pipeline="filter", starts=starts, remote=True, keep=1)
+    assert [simulator.run(replace(plan, seed=seed)).finding for seed in range(4)] == [""] * 4
+
+
 @pytest.mark.parametrize("at", [94, 95, 96])
 def test_the_latest_step_is_the_latest_also_if_the_one_before_could_not_be_read(at: int, simulator: Simulator) -> None:
     """It got the number of an earlier commit, and the next start continued with the step before it."""

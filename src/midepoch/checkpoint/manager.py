@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import math
 import time
 from collections import Counter
 from collections.abc import Mapping
@@ -115,6 +116,7 @@ class PipelineCheckpoint:
         self._members = Members(self._steps.store, self._world)
         self._damaged: set[tuple[int, int]] = set()  # (step, sequence) of steps that were found damaged when read
         self._asked, self._kept = False, frozenset[int]()  # steps of a start that this one did not look at
+        self._least = math.inf  # the least step that was to be saved, until it is asked for them
 
     if not TYPE_CHECKING:  # a type checker would allow every name
 
@@ -190,9 +192,10 @@ class PipelineCheckpoint:
         Raise CheckpointSaveError if it would replace one.
         """
         if not self._asked:
+            self._least = min(number, self._least)
             steps = self._steps.numbers()
             self._asked = True
-            if max(steps, default=-1) >= number:
+            if max(steps, default=-1) >= self._least:
                 self._kept = frozenset(steps)
         if not self._kept:
             return
