@@ -7,11 +7,13 @@ import io
 import json
 import random
 import re
+import sys
 import tempfile
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -123,6 +125,22 @@ REFUSED: list[tuple[Call, str]] = [
     (lambda ds: midepoch.PipelineCheckpoint("s3:bucket/run"), "write s3://"),
     (lambda ds: midepoch.PipelineCheckpoint("ck", keep=0), "To keep all steps, omit keep"),
     (lambda ds: ds.loader(midepoch.Schedule([midepoch.Phase("p", {"a": 1.0}, rows=4)])), r"second argument of mix\(\)"),
+    (lambda ds: ds.pack(8, "ids", pad=None), "tokenizer.eos_token_id, or omit it"),
+    (
+        lambda ds: ds.rename_column("ids", "input_ids").loader(4, layout="padded", pad_values={"input_ids": None}),
+        "always padded.*eos_token_id",
+    ),
+    (
+        lambda ds: list(
+            midepoch.from_map_style(torch.utils.data.TensorDataset(torch.arange(4))).map(lambda row: {"y": row["x"]})
+        ),
+        r"an item here.*columns=\['x', 'y'\]",
+    ),
+    (lambda ds: midepoch.from_tokens("a.bin", 4, "uint16"), "dtype='uint16'"),
+    (
+        lambda ds: midepoch.PipelineCheckpoint(tempfile.mkdtemp()).save(ds, torch.nn.Linear(2, 2).parameters(), step=1),
+        "an iterator. Pass model itself",
+    ),
     (lambda ds: midepoch.from_files("none", filters=[("lang", "in", "de")]), r"'in' takes a list of values, \['de'\]"),
 ]
 
@@ -172,6 +190,8 @@ def _another_model(ds: midepoch.Dataset, *, same: bool = False) -> None:
 
 
 ANNOUNCED: list[tuple[Call, str]] = [
+    (lambda ds: ds.map(lambda row: row, batch_size=32), "batch_size=32.*no effect.*batched=True"),
+    (lambda ds: ds.tokenize(words()).loader(4), "layout='padded' or max_tokens"),
     (
         lambda ds: midepoch.zip([ds.select_columns("id").filter(lambda row: True), ds.select_columns("text")]),
         "filter the result",
@@ -430,3 +450,23 @@ def test_what_a_restore_leaves_out(ds: midepoch.Dataset, tmp_path: Path, caplog:
     caplog.clear()
     assert midepoch.PipelineCheckpoint(tmp_path / "other").restore_latest(loader) is None
     assert "latest.pt, which another library wrote" in caplog.text
+
+
+def test_a_dataloader_of_several_ranks_is_told_that_each_gets_all_rows(
+    ds: midepoch.Dataset, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    group = SimpleNamespace(get_world_size=lambda: 2)
+    monkeypatch.setattr("midepoch.iteration.state.process_group", lambda: group)
+    monkeypatch.delitem(sys.modules, "accelerate", raising=False)
+    for shard, says in ((ds, True), (ds.shard(2, 0), False)):
+        forget_warnings()
+        caplog.clear()
+        list(torch.utils.data.DataLoader(shard.select_columns("id"), batch_size=8))  # type: ignore[arg-type]
+        assert ("all rows of this dataset on each of 2 ranks" in caplog.text) is says
+
+
+def test_a_dict_of_splits_is_no_training_data() -> None:
+    from midepoch.integrations.transformers import refuse_loader
+
+    with pytest.raises(TypeError, match=r"a dict of 'train', 'test'. Pass one of them"):
+        refuse_loader({"train": 1, "test": 2})

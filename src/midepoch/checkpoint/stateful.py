@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from itertools import zip_longest
 from typing import Any
 
@@ -193,6 +193,8 @@ def check_saveable(pipeline: Any, models: Mapping[str, Any], extra: Any) -> None
                 f"{name}: expected a model, an optimizer or a tree of arrays, got {model!r:.80}. A step is passed by "
                 "name: step=5."
             )
+        if isinstance(model, Iterator):
+            raise TypeError(f"{name}: expected a model or an optimizer, got an iterator. Pass {name} itself.")
         if _has(model, "check_state"):
             raise TypeError(f"{name}: a {type(model).__qualname__} is a pipeline: save(pipeline, model, optimizer)")
     if not isinstance(extra, Mapping):

@@ -79,7 +79,9 @@ def open_data(
         return load_from_disk(path, split, **options)
     if len(data) == 1 and not is_path(data[0]):
         if split is None:
-            raise ValueError(f"there is no file {data[0]}. For a Hugging Face dataset of that name pass --split.")
+            raise ValueError(
+                f"there is no file or folder {data[0]}. For a Hugging Face dataset of that name pass --split."
+            )
         return load_dataset(data[0], config, split=split, **options)
     _check_part(split)
     try:
@@ -130,7 +132,10 @@ def is_path(text: str) -> bool:
 
 def _check_part(split: str | None) -> None:
     if split is not None and ("[" not in split or not split.endswith("]")):
-        raise ValueError(f"files have no splits: --split can only choose a part, such as 'train[:10%]', got {split!r}")
+        raise ValueError(
+            f"files have no splits: --split can only choose a part, such as 'train[:10%]', got {split!r}. For a folder "
+            f"of that name, add it to the path: DATA/{split}."
+        )
 
 
 def _part(ds: Dataset, split: str) -> Dataset:

@@ -22,6 +22,7 @@ from midepoch.iteration.state import (
     IterationState,
     is_registered,
     register_with_torch,
+    warn_of_all_rows,
     warn_of_dropped_rows,
     warn_of_plain_trainer,
 )
@@ -412,6 +413,7 @@ class Dataset(Resumable):
     def __iter__(self) -> Iterator[Any]:
         here, self._pass = self._iteration, None
         warn_of_dropped_rows(sys._getframe(1))
+        warn_of_all_rows(sys._getframe(1), self.pipeline.shard)
         warn_of_plain_trainer(sys._getframe(1))
         return here.follow(RowIterator(here.start_from(here.begin()), here))
 

@@ -264,6 +264,10 @@ def function_arguments(
             f"{kind}(batch_size={batch_size}): groups have a fixed size, so that a resume makes the same ones. For "
             "one group of all rows of an epoch, pass batch_size=len(ds)."
         )
+    if not batched and batch_size not in (1, 1000):
+        _log.warning(
+            "%s(batch_size=%s) has no effect on a function of one row. For lists, pass batched=True.", kind, batch_size
+        )
     if not with_generator and (own := _own_generator(called)):
         warn_once(
             "%s(%s) draws from the generator %r, of which every worker has a copy: the numbers depend on the workers, "

@@ -409,7 +409,7 @@ OPEN = {
         "num_workers": "Files are indexed by threads; loaders have workers: .loader(batch_size, num_workers=…).",
     },
     "from_tokens": {
-        "too many": "Pass several files as a list: from_tokens(['a.bin', 'b.bin'], 1024).",
+        "too many": "Several files are a list: from_tokens(['a.bin', 'b.bin'], 1024, dtype='uint16').",
         "block_size": "Did you mean sequence_length=?",
         "seq_len": "Did you mean sequence_length=?",
         "seq_length": "Did you mean sequence_length=?",

@@ -270,6 +270,11 @@ def _integer(value: Any, what: str) -> int:
 def _pad(value: Any, column: str) -> int:
     if isinstance(value, str):
         raise TypeError(f"pack(pad=…) must be an integer, got {value!r:.60}. Pass its number: tokenizer.pad_token_id.")
+    if value is None:
+        raise TypeError(
+            "pack(pad=…) must be an integer, got None: the tokenizer has no token for padding. Pass "
+            "pad=tokenizer.eos_token_id, or omit it for 0."
+        )
     if value == IGNORED and column == "input_ids":
         raise ValueError(
             f"pack(pad={IGNORED}) would be a token of {column!r}. {IGNORED} is for labels, which labels=True adds. "

@@ -78,6 +78,7 @@ class ResumableTraining:
         self._options = dict(loader_options or {})
         super().__init__(*rest, **named)
         refuse_loader(self.train_dataset)  # type: ignore[attr-defined]
+        refuse_loader(getattr(self, "eval_dataset", None), "eval_dataset")
         if isinstance(self.train_dataset, Dataset):  # type: ignore[attr-defined]
             _check_arguments(self.args)  # type: ignore[attr-defined]
 
@@ -256,13 +257,14 @@ class _Batches(IterableDataset[Any]):  # type: ignore[misc]
         return len(loader) * loader.options.batch_size * loader.shard.count
 
 
-def refuse_loader(train_dataset: Any) -> None:
-    """Raise TypeError for a loader in place of a dataset."""
-    if isinstance(train_dataset, Loader):
-        raise TypeError(
-            "train_dataset must be a Dataset, got a loader. Pass loader.dataset, and its options as loader_options: "
-            "{'last_batch': 'pad'}."
-        )
+def refuse_loader(given: Any, name: str = "train_dataset") -> None:
+    """Raise TypeError for a loader, or for the splits of a dataset, in place of a dataset."""
+    if isinstance(given, Loader):
+        options = ", and its options as loader_options: {'last_batch': 'pad'}" if name == "train_dataset" else ""
+        raise TypeError(f"{name} must be a Dataset, got a loader. Pass loader.dataset{options}.")
+    if isinstance(given, Mapping) and name == "train_dataset":
+        parts = ", ".join(map(repr, given)) or "nothing"
+        raise TypeError(f"{name} must be a Dataset, got a dict of {parts}. Pass one of them: {name}=parts['train'].")
 
 
 def _strategy(args: Any) -> str:

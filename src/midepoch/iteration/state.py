@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from midepoch._internal.hints import warn_once
 from midepoch._internal.processes import silent_at_exit
+from midepoch.distributed.world import process_group
 from midepoch.iteration.iterators import BatchIterator, IterationStart, LaneRows, PositionRows, RowIterator, RowSource
 from midepoch.order import Shard
 from midepoch.pipeline.cursor import Cursor
@@ -132,6 +133,21 @@ def warn_of_dropped_rows(caller: FrameType) -> None:
         info.num_workers,
         info.num_workers,
     )
+
+
+def warn_of_all_rows(caller: FrameType, shard: Shard) -> None:
+    """Log once that a DataLoader of torch delivers all rows on each of several ranks.
+
+    ``caller``: the frame that called ``iter(ds)``. Accelerate, and trainers that use it, share the batches themselves.
+    """
+    if shard.count > 1 or not str(caller.f_globals.get("__name__")).startswith("torch.") or "accelerate" in sys.modules:
+        return
+    if (group := process_group()) is not None and group.get_world_size() > 1:
+        warn_once(
+            "a torch DataLoader delivers all rows of this dataset on each of %s ranks. Use ds.loader(batch_size), "
+            "which shares them, or ds.shard(world_size, rank).",
+            str(group.get_world_size()),
+        )
 
 
 def warn_of_plain_trainer(caller: FrameType) -> None:

@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from midepoch._internal.hints import warn_once
 from midepoch._internal.values import integer
 from midepoch.errors import ColumnError
 from midepoch.order import Selection
@@ -25,6 +26,7 @@ from midepoch.transforms import Map
 from midepoch.transforms.arrow_values import flat_numbers, is_list
 from midepoch.transforms.batch import check_columns
 from midepoch.transforms.context import ContextSlice
+from midepoch.transforms.encode import Tokenize
 from midepoch.transforms.layout import LAYOUTS, Layout
 from midepoch.transforms.packing import PackSpec
 
@@ -129,9 +131,14 @@ class Batching:
         if kind is None and not collated and arrays:
             wanted = (self.max_tokens, self.multiple, self.pad_values if context is None else None)
             kind = "padded" if any(each is not None for each in wanted) else None
-        if kind is None:
-            return None
         is_packed = any(isinstance(stage, PackSpec) for stage in spec.node.stages)
+        if kind is None:
+            if arrays and not (collated or is_packed) and _ends_with_texts(spec.node):
+                warn_once(
+                    "the tokens of a batch are a list, as its texts have different lengths. For one array, pass "
+                    "layout='padded' or max_tokens=…, or pack() the dataset."
+                )
+            return None
         if kind == "padded" and is_packed and self.layout is not None:
             _log.warning(
                 'loader(layout="padded"): packed sequences have one length already, and the attention mask that it '
@@ -144,7 +151,10 @@ class Batching:
             check_columns(list(pads), known, "loader(pad_values=…)")
         other, column = tuple(name for name, value in pads.items() if value is None), self._token_column(spec)
         if column in other:
-            raise ValueError(f"pad_values={{{column!r}: None}}: its lengths are those of the rows, so it is laid out.")
+            raise ValueError(
+                f"pad_values={{{column!r}: None}}: this is the column of tokens, which is always padded. Pass a "
+                "number, such as tokenizer.eos_token_id, or omit it for 0."
+            )
         given = tuple((name, value) for name, value in pads.items() if value is not None)
         return Layout(kind, column, self._multiple, given, context, other)
 
@@ -319,3 +329,11 @@ def _given(numbers: npt.NDArray[Any], spec: PipelineSpec) -> tuple[Lengths, floa
     lengths = numbers.astype(np.int64)
     longest = int(lengths.max()) if len(lengths) else 0
     return GivenLengths(lengths), float(lengths.mean()) if len(lengths) else 1.0, longest, False
+
+
+def _ends_with_texts(node: Node) -> bool:
+    """Return True if the last function is a tokenizer that does not pad."""
+    steps = [step for part in (*node.leaves, *node.stages) for step in getattr(part, "steps", ())]
+    functions = [step.function for step in steps if isinstance(step, Map)]
+    last = functions[-1] if functions else None
+    return isinstance(last, Tokenize) and not (last.options.get("padding") or last.pads)

@@ -16,7 +16,7 @@ from midepoch.errors import MapError, MidepochError
 from midepoch.order.bijection import derive, derive_many
 from midepoch.storage.damage import is_damage
 from midepoch.transforms.batch import Batch, check_columns
-from midepoch.transforms.formats import Allocate, can_repeat, finish, own_copy, present, present_rows, unshared
+from midepoch.transforms.formats import ITEM, Allocate, can_repeat, finish, own_copy, present, present_rows, unshared
 from midepoch.transforms.generators import Generators, Seeds, torch_generator
 
 T = TypeVar("T")
@@ -263,6 +263,8 @@ def _remedy(problem: Exception, row: Any, call: Function) -> str:
     """Return what to do about common mistakes in functions of a row, of a batch, or of some columns."""
     batched, columns = call.batched, call.input_columns
     if columns is not None and isinstance(problem, TypeError) and _NOT_ROW.search(str(problem)):
+        if columns == (ITEM,):
+            return ". A row is an item here, without columns. Name its parts: from_map_style(…, columns=['x', 'y'])."
         return f". It is called with the values of {', '.join(columns)}: omit input_columns for a function of the row."
     if isinstance(problem, (TypeError, AttributeError)) and "'list'" in str(problem) and call.gets_lists:
         instead = "omit batched=True" if batched else "use map"

@@ -89,7 +89,12 @@ def _layout(name: str, file: FileContents, given: str, length: int = 1) -> tuple
     if head.startswith((b"PK\x03\x04", b"PAR1")):
         what = "Parquet" if head.startswith(b"PAR1") else "an archive (.npz or .pt)"
         raise FormatError(
-            f"{name} is {what}, not tokens. Load it, and write the tokens with numpy.save('tokens.npy', …)."
+            f"{name} is {what}, not tokens. "
+            + (
+                "For lists of tokens, use from_files(path).pack(length, 'its column')."
+                if what == "Parquet"
+                else "Load it, and write the tokens with numpy.save('tokens.npy', …)."
+            )
         )
     if head.startswith(_NPY):
         dtype, start, count = _npy(name, head, file, length)

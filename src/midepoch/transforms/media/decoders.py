@@ -342,7 +342,7 @@ class Decode:
             except Exception as problem:
                 file, row = "" if path is None else f" of {path}", int(batch.rows[i])
                 what = f"decode({self.column!r}){file} failed on row {row} of the dataset ({run.place(row)})"
-                failed(what, self.on_error, problem, run, 1)
+                failed(what, self.on_error, problem, run, 1, ". To leave such files out: decode(…, on_error='skip')")
                 continue
             if stacked is None:
                 arrays.append(_tensor(array) if self.tensors else array)
