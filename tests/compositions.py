@@ -112,15 +112,26 @@ class Case:
         return ds if self.format is None else ds.with_format(self.format)
 
     def make(
-        self, *, rank: int = 0, world: int = 1, workers: int = 0, audit: Any = None, size: Any = 2, last: str = ""
+        self,
+        *,
+        rank: int = 0,
+        world: int = 1,
+        workers: int = 0,
+        audit: Any = None,
+        size: Any = 2,
+        last: str = "",
+        window: int = 10,
     ) -> midepoch.Loader:
-        """Return the loader of a rank. ``last``: the treatment of the last batch, if not that of the features."""
+        """Return the loader of a rank.
+
+        ``last``: the treatment of the last batch, if not that of the features. ``window``: of batches by tokens.
+        """
         options: dict[str, Any] = {"rank": rank, "world_size": world, "num_workers": workers, "audit": audit}
         options |= {"worker_type": "thread", "timeout": 20} if workers else {}
         if "sizes by step" in self.features:
             size = {0: 1, 3: 2, 5: 3}
         if "tokens, planned" in self.features or "tokens at run time" in self.features:
-            size, options["max_tokens"], options["bucket_window"] = None, 8, 10
+            size, options["max_tokens"], options["bucket_window"] = None, 8, window
             options["length"] = of_length if "tokens at run time" in self.features else "length"
             options["layout"] = None
         if "steps_per_epoch" in self.features:

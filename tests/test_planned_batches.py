@@ -428,7 +428,7 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"batch_size": {0: 8}, "max_tokens": 200}, ValueError, "sizes by step give it in rows"),
     ({"batch_size": [(0, 8)]}, TypeError, "a dict such as"),
     ({"max_tokens": 200, "pad_values": {"input_ids": "x"}}, TypeError, "columns and numbers"),
-    ({"max_tokens": 200, "pad_values": {"input_ids": None}}, ValueError, "it is laid out"),
+    ({"max_tokens": 200, "pad_values": {"input_ids": None}}, ValueError, "always padded"),
     ({"batch_size": 8, "bucket_window": 10}, ValueError, "add max_tokens"),
     ({"batch_size": 8, "cp_layout": "head_tail"}, ValueError, "context_parallel"),
     ({"batch_size": 8, "steps_per_epoch": 0}, ValueError, "steps_per_epoch"),

@@ -158,7 +158,13 @@ class History:
             plan, case = self.plan, self.plan.case
             audit = Ledger(self.folder / "ledger", attempt=f"start {number}") if start.every else None
             loader = case.make(
-                rank=rank, world=start.world, workers=start.workers, size=start.size, last=plan.last, audit=audit
+                rank=rank,
+                world=start.world,
+                workers=start.workers,
+                size=start.size,
+                last=plan.last,
+                audit=audit,
+                window=start.window,
             )
             if not start.every:
                 self._train(number, start, rank, loader, None, None)
@@ -401,7 +407,9 @@ class History:
     def _probe(self, number: int, start: StartPlan, rank: int, loader: midepoch.Loader) -> None:
         """Load the state into another loader, which has to be at the same place."""
         state = loader.state_dict()
-        other = self.plan.case.make(rank=rank, world=start.world, workers=0, size=start.size, last=self.plan.last)
+        other = self.plan.case.make(
+            rank=rank, world=start.world, workers=0, size=start.size, last=self.plan.last, window=start.window
+        )
         other.load_state_dict(state)
         loaded, expected = _without_branches(other.state_dict()), _without_branches(state)
         if loaded != expected:
@@ -484,6 +492,7 @@ class Leases:
         self._out: list[tuple[Any, int, int]] = []
         self._left: list[Any] = []
         self._least = int(history.cluster.random.random() < 0.3)  # one is out for long
+        self._clears = random.Random(f"{history.plan.seed} {rank} clears")
 
     def take(self, step: int) -> bool:
         epochs = self._history.cluster.agree(self._loader._next_cursor().epoch)
@@ -500,6 +509,8 @@ class Leases:
         try:
             self._out.append((lease := next(self._items), step, self._loader._run.cursor.epoch))
             del lease
+            while self._out and not self._least and self._clears.random() < 0.5:  # also the one that it has just taken
+                self._ack(0)
         except StopIteration:
             while self._out:
                 self._ack(0)

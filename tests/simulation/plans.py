@@ -74,6 +74,8 @@ class StartPlan:
     saves_first: bool = False
     lag: Lag | None = None
     probes: bool = False
+    window: int = 10
+    """Of batches by tokens."""
 
 
 @dataclass(frozen=True)
@@ -106,7 +108,8 @@ class Plan:
     @property
     def fixed(self) -> bool:
         """True if all starts have the same ranks and batches: then every batch is that of an uninterrupted run."""
-        return "lease" not in self.features and len({(start.world, start.size) for start in self.starts}) == 1
+        shapes = {(one.world, one.size) for one in self.starts}
+        return "lease" not in self.features and len(shapes) == 1 and all(one.window == 10 for one in self.starts)
 
     def __str__(self) -> str:
         lines = [
@@ -128,6 +131,7 @@ class Plan:
                 f"restores in the same process after step {start.returns}": start.returns is not None,
                 "saves first": start.saves_first,
                 "loads its states elsewhere": start.probes,
+                f"windows of {start.window} rows": start.window != 10,
                 str(start.lag): start.lag is not None,
             }
             parts += [text for text, has in habits.items() if has]
@@ -237,6 +241,8 @@ def _with_rare_habits(plan: Plan, draws: random.Random) -> Plan:
             )
             if not plan.remote:
                 starts[number] = replace(start, faults=(*start.faults, unreadable))
+    if "tokens, planned" in plan.features and draws.random() < 0.5:
+        starts = [replace(start, window=draws.choice((4, 7, 10))) for start in starts]
     alone = "lease" in plan.features and all(start.world == 1 for start in starts)
     late = alone and "exclude steps" not in plan.features and draws.random() < 0.5
     return replace(plan, starts=tuple(starts), edit_at=draws.choice((1, 2, 3)) if late else plan.edit_at)

@@ -66,7 +66,7 @@ class RankConsistencyCheck:
         self._begun, self._since = False, ""  # the load after which passes are counted, if one had begun before it
 
     def loaded(self) -> None:
-        """Note that a state was loaded. Passes are counted anew if it is in the middle of a run.
+        """Note that a state was loaded. In the middle of a run, passes are counted from here on.
 
         Until then, the ranks may have counted differently: one had no batch of a pass, another one and left it.
         """
