@@ -216,7 +216,8 @@ def test_worker_that_exits_and_errors_that_do_not_pickle(ds: midepoch.Dataset) -
 
 
 MAIN = """
-import sys, time, multiprocessing, midepoch
+import signal, sys, time, multiprocessing, midepoch
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a suite that runs in the background ignores it
 ds = midepoch.from_files(sys.argv[1]).shuffle(seed=1).with_format("numpy")
 loader = ds.loader(2, num_workers=3, prefetch=4)
 iterator = iter(loader)
@@ -224,7 +225,8 @@ for _ in range(3):  # one of each worker, which then has come so far that Ctrl-C
     next(iterator)
 print(*[child.pid for child in multiprocessing.active_children()], flush=True)
 for batch in iterator:
-    time.sleep(600)  # a signal ends it, however late
+    while True:  # short: a signal that comes just before a sleep is handled after it
+        time.sleep(0.05)
 """
 
 
