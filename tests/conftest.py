@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import importlib.util
 import os
+import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -41,6 +42,8 @@ settings.load_profile("midepoch")
 if not os.environ.get("MIDEPOCH_TEST_GPU"):
     os.environ.update(CUDA_VISIBLE_DEVICES="", JAX_PLATFORMS="cpu")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # run in the background: the programs of tests would inherit it
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 

@@ -216,8 +216,7 @@ def test_worker_that_exits_and_errors_that_do_not_pickle(ds: midepoch.Dataset) -
 
 
 MAIN = """
-import signal, sys, time, multiprocessing, midepoch
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a suite that runs in the background ignores it
+import sys, time, multiprocessing, midepoch
 ds = midepoch.from_files(sys.argv[1]).shuffle(seed=1).with_format("numpy")
 loader = ds.loader(2, num_workers=3, prefetch=4)
 iterator = iter(loader)
