@@ -265,3 +265,11 @@ def test_a_start_with_nothing_left_to_do_continues_the_branch_that_it_restored(s
     )
     plan = replace(PLAN, seed=3100077143, features=("set_weights",), pipeline="mix", starts=starts, last="drop", keep=2)
     assert simulator.run(replace(plan, remote=True, has_model=True, in_background=True)).finding == ""
+
+
+@pytest.mark.parametrize("returns", [None, 5])
+def test_the_last_epoch_of_planned_tokens_is_over(returns: int | None, simulator: Simulator) -> None:
+    """Its batches had not been counted, so that what ``last_batch="drop"`` leaves out was to come."""
+    start = StartPlan(3, 2, every=3, returns=returns, window=4)
+    plan = replace(PLAN, seed=3600005893, features=("tokens, planned",), last="drop", starts=(start,), epochs=2)
+    assert simulator.run(replace(plan, remote=True)).finding == ""

@@ -415,9 +415,9 @@ class Run:
 
     def _waits_for_others(self, one: Generation) -> bool:
         """Return True if a rank that has no record of a pass of leases has a step of it."""
-        if one.in_lanes or not self.plan_of(one).count_known():
+        if one.in_lanes:
             return False
-        return any(self.plan_of(one).share(Shard(rank, one.shape.ranks)) for rank in one.missing)
+        return any(self.plan_of(one).has_for(0, Shard(rank, one.shape.ranks)) for rank in one.missing)
 
     def _finished(self, one: Generation) -> set[int]:
         """Return the ranks that came to the end of the epoch in a pass."""
@@ -427,7 +427,7 @@ class Run:
         plan = self.plan_of(one)
         for rank, record in one.of_rank.items():
             steps = record.steps if record.leases is None else int([0, *record.leases.delivered.stops.tolist()][-1])
-            if plan.count_known() and steps >= plan.share(Shard(rank, one.shape.ranks)):
+            if not plan.has_for(steps, Shard(rank, one.shape.ranks)):
                 found.add(rank)
         return found
 

@@ -159,8 +159,9 @@ def with_weights(
                 lanes[number] = replace(lane, at=through(node, at, 0, of, convert))
     except CheckpointMismatchError:
         raise ValueError(
-            f"set_weights: steps after the mix ({spec.node.text}) are in the middle of rows that they have drawn with "
-            "earlier weights. Call it some steps later, or shuffle and batch the sources before they are mixed."
+            f"set_weights: rows that the mix ({spec.node.text}) has drawn with earlier weights are not used up: by "
+            "steps after the mix, or by leases that were acknowledged ahead, up to another phase. Call it some steps "
+            "later, or shuffle and batch the sources before they are mixed."
         ) from None
     return new, cursor._replace(lanes=lanes)
 
