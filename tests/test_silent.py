@@ -57,6 +57,10 @@ def _of_one_loader(loader: midepoch.Loader) -> None:
     assert_resumes_exactly(lambda: loader)
 
 
+def _states(ds: midepoch.Dataset, *names: str) -> dict[str, Any]:
+    return dict.fromkeys(names, ds.loader(4).state_dict())
+
+
 _OWN = np.random.default_rng(0)
 REFUSED: list[tuple[Call, str]] = [
     (lambda ds: list(ds.filter(lambda row: (c for c in row["text"]))), r"returned a generator. Use any\(\)"),
@@ -108,7 +112,10 @@ REFUSED: list[tuple[Call, str]] = [
     (lambda ds: next(ds.loader(4, collate_fn=torch.stack)), r"row is a dict: row\['text'\]"),
     (lambda ds: ds.loader(4).exclude(rows=np.ones(ROWS, bool)), r"np\.flatnonzero\(mask\)"),
     (lambda ds: ds.loader(4).load_state_dict({"midepoch": np.int64(1)}), "int64, not an int: the state was converted"),
-    (lambda ds: ds.loader(4).load_state_dict({"r": ds.loader(4).state_dict()}), r"list\(states\.values\(\)\)"),
+    (lambda ds: ds.loader(4).load_state_dict({"r": ds.loader(4).state_dict()}), r"pass state\['r'\]"),
+    (lambda ds: ds.loader(4).load_state_dict(_states(ds, "train", "valid")), r"'train', 'valid'.*state\['train'\]"),
+    (lambda ds: ds.loader(4).load_state_dict(_states(ds, "rank_0", "rank_1")), r"several ranks.*list\(states\.values"),
+    (lambda ds: list(ds.decode("text", size=8)), "no file 'text 0'. Name the column of the files"),
     (lambda ds: assert_resumes_exactly(lambda: ds.loader(8), steps=[900]), "numbered from 0 to"),
     (lambda ds: assert_resumes_exactly(lambda: ds.loader(8), steps=5), r"such as range\(5\), got 5"),  # type: ignore[arg-type]
     (lambda ds: assert_resumes_exactly(lambda: ds.loader(8), tail=0), "tail"),
@@ -189,6 +196,37 @@ def _another_model(ds: midepoch.Dataset, *, same: bool = False) -> None:
         )
 
 
+def _mixed(ds: midepoch.Dataset, stop: str) -> midepoch.Loader:
+    parts = {"web": ds.filter(lambda row: False), "code": ds.shuffle(seed=1)}
+    return midepoch.mix(parts, {"web": 0.5, "code": 0.5}, seed=1, stop=stop).loader(4)
+
+
+def _first(loader: midepoch.Loader) -> None:
+    next(loader, None)
+
+
+def _saved_in(folder: str, ds: midepoch.Dataset, *steps: int) -> midepoch.PipelineCheckpoint:
+    saver = midepoch.PipelineCheckpoint(folder)
+    for step in steps:
+        saver.save(ds.loader(4), step=step)
+    return saver
+
+
+def _misspelt_folder(ds: midepoch.Dataset, *, name: str = "cheks", beside: str = "checks") -> None:
+    with tempfile.TemporaryDirectory() as parent:
+        _saved_in(f"{parent}/{beside}", ds, 1)
+        assert midepoch.PipelineCheckpoint(f"{parent}/{name}").restore_latest(ds.loader(4)) is None
+
+
+def _left_part(ds: midepoch.Dataset, *, restored: int = 4) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        _saved_in(folder, ds, 2, 4)
+        saver = midepoch.PipelineCheckpoint(folder)
+        saver.restore(loader := ds.loader(4), step=2)
+        saver.save(loader, step=2)
+        saver.restore(ds.loader(4), step=restored)
+
+
 ANNOUNCED: list[tuple[Call, str]] = [
     (lambda ds: ds.map(lambda row: row, batch_size=32), "batch_size=32.*no effect.*batched=True"),
     (lambda ds: ds.tokenize(words()).loader(4), "layout='padded' or max_tokens"),
@@ -215,6 +253,11 @@ ANNOUNCED: list[tuple[Call, str]] = [
     (lambda ds: ds.pack(8, "ids", extra={"mask": 0}).loader(2, layout="padded"), "Omit layout"),
     (lambda ds: list(ds.pack(4000, "ids", extra={"mask": 0}).loader(2, last_batch="drop")), "epoch 0 has no batch"),
     (lambda ds: list(ds.loader(16, last_batch="pad", collate_fn=lambda rows: {"id": 1})), "leaves out 'is_padding'"),
+    (lambda ds: ds.select_columns("text").tokenize(transformed()).pack(8), "tokenizer pads with 2: pass pad="),
+    (lambda ds: _first(_mixed(ds, "all")), "source 'web' yields no row, so the others are drawn"),
+    (lambda ds: _first(_mixed(ds, "first")), "source 'web' yields no row.*the mix ends there"),
+    (_misspelt_folder, "There are steps in .*/checks: is that"),
+    (_left_part, r"step 4 of .* before the run went back, and step 2 after"),
     (_unacknowledged, r"4 leases are out.*none was acknowledged.*lease\.ack\(\)"),
     (_two_iterators, "several iterations.*rows.state_dict"),
     (_another_model, "trains none of the model's parameters"),
@@ -234,6 +277,10 @@ QUIET: list[Call] = [
     lambda ds: list(ds.map(lambda row, rng: {"n": rng.random()}, with_generator=True)),
     lambda ds: list(ds.loader(16, last_batch="pad", collate_fn=lambda rows: {"is_padding": 1})),
     lambda ds: _epochs(ds, chosen=True),
+    lambda ds: _misspelt_folder(ds, name="run-12", beside="run-1"),
+    lambda ds: _left_part(ds, restored=2),
+    lambda ds: ds.select_columns("text").tokenize(transformed()).pack(8, pad=2),
+    lambda ds: ds.select_columns("text").tokenize(words()).pack(8),
     lambda ds: list(ds.shuffle(seed=1)),
 ]
 

@@ -61,12 +61,13 @@ def test_info_of_what_datasets_saved(tmp_path: Path) -> None:
     datasets = pytest.importorskip("datasets")
     datasets.DatasetDict({"train": datasets.Dataset.from_dict({"a": [1, 2, 3]})}).save_to_disk(tmp_path / "saved")
     assert of_json("info", tmp_path / "saved", "--split", "train")["rows"] == 3
-    assert "Choose one" in refused("info", tmp_path / "saved")
+    assert "Choose one with --split" in refused("info", tmp_path / "saved")
 
 
 def test_peek_finds_rows_by_their_numbers_and_values(tmp_path: Path) -> None:
     ids = [f"doc-{number}" for number in range(70_000)]
     meta = [{"lang": "en" if number % 2 else "de"} for number in range(70_000)]
+    meta[5] = {"lang": None}
     table = {"id": ids, "meta": meta, "n": range(70_000), "a b": ["x and y"] * 70_000}
     pq.write_table(pa.table(table), tmp_path / "rows.parquet")
 
@@ -82,6 +83,8 @@ def test_peek_finds_rows_by_their_numbers_and_values(tmp_path: Path) -> None:
     assert found("--where", "meta.lang = 'en' and n >= 100", "-n", 2) == [101, 103]
     assert found("--where", "n <> 0 and n < 3") == [1, 2]
     assert found("--where", "id = 'doc-1 and 2'") == []
+    assert found("--where", "meta.lang is null") == [5]
+    assert found("--where", "n > 4 and meta.lang IS NOT NULL", "-n", 2) == [6, 7]
     nothing = call("peek", tmp_path / "rows.parquet", "--where", "id = 'none'")
     assert nothing.exit_code == 1 and "no row of 70,000 has id = 'none'" in nothing.output
     for arguments, problem in {
@@ -90,6 +93,7 @@ def test_peek_finds_rows_by_their_numbers_and_values(tmp_path: Path) -> None:
         ("--row", 1, "--shuffle", 1): "without --shuffle",
         ("--where", "id = 17"): "--where id = 17 does not fit the columns: id is string.",
         ("--where", "id = doc"): "a text has quotes: id = 'doc'",
+        ("--where", "meta.lang = null"): "Use: meta.lang is null",
         ("--where", "ix = 1"): "there is no column 'ix'. There are: id, meta, n, a b.",
         ("--where", "n"): "--where takes comparisons such as",
         ("--where", "n = __import__('os')"): "--where takes comparisons such as",

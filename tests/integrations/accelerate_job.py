@@ -6,13 +6,14 @@ python accelerate_job.py FOLDER (alone | ranks): what each step saw, as JSON, in
 from __future__ import annotations
 
 import json
+import logging
 import os
 import sys
 from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator
+from accelerate import Accelerator, skip_first_batches
 from accelerate.state import AcceleratorState, GradientState
 
 import midepoch
@@ -91,6 +92,22 @@ def refusals(folder: Path) -> dict[str, Any]:
         found["other data"] = problem.field
     found["left"] = [left(folder, at) for at in (3, 6)]
     found["model untouched"] = before == [part.tolist() for part in model.parameters()]
+    AcceleratorState._reset_state()
+    late = Accelerator(cpu=True)
+    late.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.1))
+    late.load_state(str(folder / "rows" / "2"))
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("midepoch").addHandler(handler)
+    loader = prepare(late, plain)
+    found["prepared late"] = said
+    next(iter(loader))
+    found["steps"] = [loader.steps, loader.loader.steps]  # one is fetched ahead
+    try:
+        skip_first_batches(loader, 1)
+    except AttributeError as problem:
+        found["skipped"] = str(problem)
     return found
 
 

@@ -8,6 +8,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from os import PathLike, fspath
@@ -25,7 +26,7 @@ from midepoch.checkpoint.stateful import check_saveable, fit, refuse_copies
 from midepoch.checkpoint.store import Steps, open_store
 from midepoch.distributed.keyvalue import run_identity
 from midepoch.distributed.world import World, find_world
-from midepoch.errors import CheckpointDamagedError, CheckpointNotFoundError, CheckpointSaveError
+from midepoch.errors import CheckpointDamagedError, CheckpointError, CheckpointNotFoundError, CheckpointSaveError
 
 _log = logging.getLogger("midepoch")
 _rendezvous: Counter[tuple[str, str, int]] = Counter()  # of this process, by directory, purpose and rank
@@ -300,7 +301,19 @@ class PipelineCheckpoint:
             loaded = self._loader(pipeline, model, optimizer, extra, rng).load(manifest)
         except CheckpointDamagedError as problem:
             raise CheckpointDamagedError(f"step {step} of {self._steps.name}: {problem}.") from None
+        self._note_newer(manifest)
         return loaded.restore(self._backend_of)
+
+    def _note_newer(self, manifest: Manifest) -> None:
+        """Warn of a step of a part of the run that was left: a step before it was saved after it."""
+        with suppress(OSError, CheckpointError):
+            newest = self._steps.manifests()[0][-1]
+            if newest.step < manifest.step and not self._world.rank:
+                _log.warning(
+                    "step %d of %s was saved before the run went back, and step %d after that. What has changed since "
+                    "then, such as an exclusion, is not in it. restore_latest() restores step %d.",
+                    manifest.step, self._steps.name, newest.step, newest.step,
+                )  # fmt: skip
 
     def _loader(
         self, pipeline: Any, model: Any, optimizer: Any, extra: Mapping[str, Any] | None, rng: bool

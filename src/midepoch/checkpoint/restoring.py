@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 import logging
 import os
+import re
 import secrets
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack, suppress
@@ -280,7 +282,18 @@ def _instead_of_steps(folder: str) -> str:
             inside = os.path.join(folder, name)
             if os.path.isdir(inside) and any(one.startswith("step_") for one in os.listdir(inside)):
                 return f"There are steps in {inside}: use PipelineCheckpoint({inside!r})."
+    with suppress(OSError):
+        parent, own = os.path.split(os.path.abspath(folder))
+        letters = _DIGITS.sub("", own)  # runs/7 is no misspelt runs/6
+        others = [name for name in os.listdir(parent) if _DIGITS.sub("", name) != letters]
+        for name in difflib.get_close_matches(own, others, 3, 0.75):
+            beside = os.path.join(parent, name)
+            if os.path.isdir(beside) and any(one.startswith("step_") for one in os.listdir(beside)):
+                return f"There are steps in {beside}: is that what you mean?"
     return ""
+
+
+_DIGITS = re.compile(r"\d+")
 
 
 def named_manifest(steps: Steps, step: int) -> Manifest:

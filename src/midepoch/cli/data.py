@@ -76,7 +76,10 @@ def open_data(
         given["delimiter"] = delimiter
     path = Path(data[0]).expanduser()
     if len(data) == 1 and any((path / name).is_file() for name in ("state.json", "dataset_dict.json")):
-        return load_from_disk(path, split, **options)
+        try:
+            return load_from_disk(path, split, **options)
+        except ValueError as problem:
+            raise ValueError(str(problem).replace("split=…", "--split")) from None
     if len(data) == 1 and not is_path(data[0]):
         if split is None:
             raise ValueError(

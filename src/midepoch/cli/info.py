@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import functools
+import operator
 import os
 import re
 from typing import TYPE_CHECKING, Annotated, Any
@@ -210,6 +212,7 @@ def peek(
 
 
 _TERM = re.compile(r"""\s*([\w.-]+)\s*(==|=|!=|<>|<=|>=|<|>)\s*('[^']*'|"[^"]*"|[^\s'"]+)\s*""")
+_NULL = re.compile(r"\s*([\w.-]+)\s+is\s+(not\s+)?null\s*", re.IGNORECASE)
 _CHUNK = 65_536
 
 
@@ -241,23 +244,34 @@ _NUMBER = "midepoch row"
 
 def _condition(where: str, ds: Dataset) -> tuple[Any, list[str]]:
     """Return an expression of pyarrow, and the columns that it reads."""
+    import pyarrow.compute as pc
     from pyarrow.parquet import filters_to_expression
 
-    terms: list[tuple[Any, str, Any]] = []
+    terms, names = list[Any](), list[str]()
     for part in re.split(r"""\s+and\s+(?=(?:[^'"]|'[^']*'|"[^"]*")*$)""", where, flags=re.IGNORECASE):
-        if (term := _TERM.fullmatch(part)) is None:
-            raise ValueError(f"--where takes comparisons such as \"id = 'a-1' and score > 0.5\", got {where!r}")
-        name, sign, text = term.groups()
+        null = _NULL.fullmatch(part)
+        if (term := null or _TERM.fullmatch(part)) is None:
+            raise ValueError(
+                f'--where takes comparisons such as "id = \'a-1\' and score > 0.5", and "text is null", got {where!r}'
+            )
+        name = term[1]
         path = (name,) if name in ds.column_names else tuple(name.split("."))
         if path[0] not in ds.column_names:
             raise ColumnError(f"--where: there is no column {path[0]!r}. There are: {', '.join(ds.column_names)}.")
+        names.append(path[0])
+        if null is not None:
+            terms.append(pc.field(*path).is_valid() if null[2] else pc.field(*path).is_null())
+            continue
+        sign, text = term[2], term[3]
         try:
             value = {"true": True, "false": False}.get(text.lower()) if text.isalpha() else ast.literal_eval(text)
             assert value is not None
         except (ValueError, SyntaxError, AssertionError):
+            if text.lower() in ("null", "none"):
+                raise ValueError(f"--where: a comparison with {text} is never true. Use: {name} is null") from None
             raise ValueError(f"--where: {text} is no number, and a text has quotes: {name} {sign} '{text}'") from None
-        terms.append((path, "!=" if sign == "<>" else sign, value))
-    return filters_to_expression([terms]), list(dict.fromkeys(path[0] for path, _, _ in terms))
+        terms.append(filters_to_expression([[(path, "!=" if sign == "<>" else sign, value)]]))
+    return functools.reduce(operator.and_, terms), list(dict.fromkeys(names))
 
 
 def _text(value: Any, media: Media | None, labels: Any) -> str:

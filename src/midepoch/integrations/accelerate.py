@@ -6,6 +6,8 @@ loader = prepare(accelerator, ds.loader(batch_size=32))
 
 from __future__ import annotations
 
+import logging
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,7 @@ from midepoch.integrations.states import for_all_ranks, read_state, write_state
 from midepoch.loader import Loader
 from midepoch.stats import Stats
 
+_log = logging.getLogger("midepoch")
 _prepared: WeakKeyDictionary[Accelerator, set[str]] = WeakKeyDictionary()
 
 
@@ -41,7 +44,7 @@ class PreparedLoader(DataLoaderStateMixin):  # type: ignore[misc]
         place = self._accelerator.device if self._accelerator.device_placement else None
         self.begin()
         coming: Any = self
-        delivered = 0
+        delivered, is_exiting = 0, sys.is_finalizing
         try:
             batches = iter(self.loader)
             begun = self._delivered = self.loader.state_dict()
@@ -59,7 +62,7 @@ class PreparedLoader(DataLoaderStateMixin):  # type: ignore[misc]
                 yield batch
         finally:
             self.end()
-            if coming is not self:
+            if coming is not self and not is_exiting():
                 # Left with a batch looked at and not delivered: the loader is to continue before that one, or to begin
                 # again, by the same rule as its own passes.
                 continues = delivered > 1 and self.loader.pipeline.node.shuffled
@@ -67,6 +70,22 @@ class PreparedLoader(DataLoaderStateMixin):  # type: ignore[misc]
 
     def __len__(self) -> int:
         return len(self.loader)
+
+    def __getattr__(self, name: str) -> Any:
+        """Return an attribute of the loader."""
+        if name in ("dataset", "sampler", "batch_sampler"):  # which accelerator.skip_first_batches looks for
+            raise AttributeError(
+                f"a prepared loader has no {name}. To skip batches is not necessary: accelerator.load_state continues "
+                "after the last one. To leave some out: loader.exclude(steps=…)."
+            )
+        if name.startswith("_") or "loader" not in self.__dict__:
+            raise AttributeError(name)
+        return getattr(self.loader, name)
+
+    @property
+    def steps(self) -> int:
+        """Steps of the run that were delivered."""
+        return self.loader.steps if self._delivered is None else int(_one(self._delivered)["steps"])
 
     @property
     def epoch(self) -> int:
@@ -130,6 +149,11 @@ def prepare(accelerator: Accelerator, loader: Loader, *, name: str = "train") ->
     if name in names:
         raise ValueError(
             f"there already is a loader named {name!r}. Pass another name: prepare(accelerator, loader, name=…)"
+        )
+    if not names and any(optimizer.state_dict()["state"] for optimizer in accelerator._optimizers):
+        _log.warning(
+            "prepare(accelerator, loader): the optimizer has a state already. If accelerator.load_state(…) was called "
+            "before, it has not restored the position in the data: prepare the loader first."
         )
     names.add(name)
     prepared, file = PreparedLoader(accelerator, loader), f"midepoch-{name}.json"

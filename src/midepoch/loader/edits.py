@@ -125,9 +125,13 @@ def _numbers(given: Any, delivered: int) -> Intervals:
             f"exclude(steps=…) takes numbers of steps, from 1, such as [149, 150] or range(149, 151), got {given!r:.60}"
         )
     if (first := min(found)) <= delivered:
-        load = f"Go back to a checkpoint of step {first - 1} or before, load its state" if first > 1 else "Begin again"
+        back = (
+            f"Go back to a checkpoint of step {first - 1} or before, load its state"
+            if first > 1
+            else "Make the loader again"
+        )
         raise ValueError(
-            f"exclude(steps=…): step {first} was delivered already: the run is at step {delivered}. {load}, and "
+            f"exclude(steps=…): step {first} was delivered already: the run is at step {delivered}. {back}, and "
             "exclude the step then."
         )
     return Intervals.of(given.start, given.stop) if many else Intervals.from_positions(found)

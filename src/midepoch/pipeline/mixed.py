@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from midepoch._internal.hints import warn_once
 from midepoch.errors import ColumnError
 from midepoch.order import Shard
 from midepoch.order.turns import MixOrder, spans
@@ -194,6 +195,7 @@ class Part:
     ) -> None:
         self._number, self._open_part, self._start, self._epoch, self._lane = number, open_part, start, epoch, lane
         self._again, self._tag = mix.stop != "first", mix.tags[number]
+        self._name = repr(mix.names[number] if mix.names else number)
         self._limited, self._most = mix.most_passes(number) is not None, mix.most_passes(number) or ENDED
         self._conform = conformer(mix, number)
         self._pass, self._stage, cursor = part.run, part.stage, part.at
@@ -240,6 +242,8 @@ class Part:
             if got < count:
                 ends.append(got)
                 if not self._again:
+                    if not self._found:
+                        self._warn("so the mix ends there")
                     self._stage = AGAIN
                     break
                 self._next_pass()
@@ -264,6 +268,8 @@ class Part:
     def _next_pass(self) -> None:
         """Begin again. If this pass yielded nothing, continue with the shards of all lanes in turn."""
         if self._limited and (not self._found or self._pass + 1 >= self._most):
+            if not self._found and not self._pass:
+                self._warn("so the others are drawn instead")
             self.spent = True
             return
         lanes, yielded, self._found = self._lane.count, self._found, False
@@ -277,8 +283,14 @@ class Part:
                 self.barren, self._found_in_turn = not self._found_in_turn, False
         if self.barren:
             self._pass = 0
+            self._warn("so the others are drawn instead")
         else:
             self._open(self._start)
+
+    def _warn(self, result: str) -> None:
+        lanes = self._lane.count
+        where = "" if self.barren or lanes == 1 else f" in lane {self._lane.index} of {lanes}"
+        warn_once("mix: source %s yields no row%s, %s. Check its filters, or omit it.", self._name, where, result)
 
 
 class _Nothing:
