@@ -115,7 +115,7 @@ REFUSED: list[tuple[Call, str]] = [
     (lambda ds: ds.loader(4).load_state_dict({"r": ds.loader(4).state_dict()}), r"pass state\['r'\]"),
     (lambda ds: ds.loader(4).load_state_dict(_states(ds, "train", "valid")), r"'train', 'valid'.*state\['train'\]"),
     (lambda ds: ds.loader(4).load_state_dict(_states(ds, "rank_0", "rank_1")), r"several ranks.*list\(states\.values"),
-    (lambda ds: list(ds.decode("text", size=8)), "no file 'text 0'. Name the column of the files"),
+    (lambda ds: list(ds.decode("text", size=8)), "no file .*text 0. .*is this the column of the files"),
     (lambda ds: assert_resumes_exactly(lambda: ds.loader(8), steps=[900]), "numbered from 0 to"),
     (lambda ds: assert_resumes_exactly(lambda: ds.loader(8), steps=5), r"such as range\(5\), got 5"),  # type: ignore[arg-type]
     (lambda ds: assert_resumes_exactly(lambda: ds.loader(8), tail=0), "tail"),

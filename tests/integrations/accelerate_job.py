@@ -102,7 +102,8 @@ def refusals(folder: Path) -> dict[str, Any]:
     logging.getLogger("midepoch").addHandler(handler)
     loader = prepare(late, plain)
     found["prepared late"] = said
-    next(iter(loader))
+    batches = iter(loader)
+    next(batches)
     found["steps"] = [loader.steps, loader.loader.steps]  # one is fetched ahead
     try:
         skip_first_batches(loader, 1)

@@ -305,11 +305,8 @@ def _read(parts: tuple[Any, str | None], root: str | None) -> File:
         with open(found, "rb") as file:
             return file.read(), path
     except FileNotFoundError as problem:
-        if not os.path.splitext(path)[1]:
-            raise ValueError(
-                f"decode takes a text for a path, and there is no file {path!r:.40}. Name the column of the files"
-            ) from None
-        text = f"there is no file {os.path.abspath(found)}. Relative paths begin at decode(…, root='FOLDER')"
+        asked = "" if os.path.splitext(path)[1] else "Texts are taken for paths: is this the column of the files? "
+        text = f"there is no file {os.path.abspath(found)}. {asked}Relative paths begin at decode(…, root='FOLDER')"
         raise FileNotFoundError(problem.errno, text) from None
 
 
