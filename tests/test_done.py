@@ -173,3 +173,30 @@ def test_damaged_exclusions_are_refused(name: str, value: Any, open_ds: Callable
     next(iter(loader))
     with pytest.raises(StateError, match="damaged"):
         loader.load_state_dict(with_more(loader.state_dict(), excluded=value))
+
+
+@pytest.mark.parametrize("at", [0, 3, None])
+@pytest.mark.parametrize("names", ["ab", "cab", "ba", "b"])
+def test_excluded_rows_stay_excluded_in_another_mix(names: str, at: int | None) -> None:
+    """Their numbers are those of their sources, wherever these are in the mix."""
+    rows = {"a": range(100), "b": range(1000, 1100), "c": range(2000, 2050)}
+    sources = {name: midepoch.from_dict({"id": list(ids)}).shuffle(seed=1) for name, ids in rows.items()}
+
+    def mixed(names: str, first: float) -> midepoch.Loader:
+        weights = {name: first if name == names[0] else 1.0 for name in names}
+        return midepoch.mix({name: sources[name] for name in names}, weights, seed=3, stop="all").loader(10)
+
+    loader = mixed("ab", 1.0)
+    loader.exclude(rows={"a": [5], "b": [7, 8]})
+    seen: set[int] = set()
+    for _ in range(at or 0):
+        seen.update(next(loader)["id"].tolist())
+    if at is None:  # the next epoch
+        list(loader)
+    resumed = mixed(names, 2.0)
+    resumed.load_state_dict(loader.state_dict())
+    for batch in resumed:
+        seen.update(batch["id"].tolist())
+    expected = {row for name in names for row in rows[name]} - {5, 1007, 1008}
+    assert seen >= expected
+    assert not seen & {5, 1007, 1008}

@@ -208,9 +208,9 @@ def pack(
     if any(isinstance(one, Tokenize) and one.options.get("padding") != "do_not_pad" for one in grouped):
         _log.warning("pack: tokenize() pads, and its padding is packed as if it were text. Omit padding=… there.")
     functions = [step.function for step in before if isinstance(step, Map)]
-    pads = {getattr(one.tokenizer, "pad_token_id", None) for one in functions if isinstance(one, Tokenize)} - {None}
-    if not pad and pads and 0 not in pads:
-        _log.warning("pack fills sequences with token 0, and the tokenizer pads with %s: pass pad=….", min(pads))
+    pads = [getattr(one.tokenizer, "pad_token_id", None) for one in functions if isinstance(one, Tokenize)]
+    if not pad and pads and pads[-1]:
+        _log.warning("pack fills sequences with token 0, and the tokenizer pads with %s: pass pad=….", pads[-1])
     if length is None:
         schedule = _lengths_of(node, strategy)
         length = max(one.sequence_length or 0 for one in schedule.plan)

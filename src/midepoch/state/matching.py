@@ -6,6 +6,7 @@ import json
 import logging
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
+from itertools import accumulate
 from typing import Any
 
 from midepoch.errors import CheckpointMismatchError
@@ -225,6 +226,26 @@ def _cause_of(saved: Any, here: Any) -> str:
             "position in another unit. This cannot be allowed"
         )
     return "the stages have changed, so the cursor does not apply. This cannot be allowed"
+
+
+def leaf_numbers(node: Node, saved: Any) -> list[int | None]:
+    """Return for each leaf of a flow its number in a saved flow that was matched, or None if it is new there."""
+    base = node.base
+    if isinstance(base, Leaf):
+        return [0]
+    parts = saved["parts"]
+    firsts = list(accumulate((count_leaves(part) for part in parts), initial=0))
+    same = _same_parts(base, saved, parts, "") if isinstance(base, Mix) else list(range(len(parts)))
+    found: list[int | None] = []
+    for part, old in zip(base.parts, same, strict=True):
+        inner = [None] * len(part.leaves) if old is None else leaf_numbers(part, parts[old])
+        found += [None if old is None or number is None else firsts[old] + number for number in inner]
+    return found
+
+
+def count_leaves(saved: Any) -> int:
+    """Return the number of leaves of a saved flow."""
+    return sum(map(count_leaves, saved["parts"])) if "parts" in saved else 1
 
 
 def _same_parts(

@@ -33,7 +33,7 @@ from midepoch.state.format import (
     parts_to_json,
     unreadable,
 )
-from midepoch.state.matching import CHECKED, Matched
+from midepoch.state.matching import CHECKED, Matched, count_leaves, leaf_numbers
 
 OF_POSITION = {"epoch", "position", "first", "cursor", "worker", "round", "batch", "leased", "branches", *OF_ONE_RANK}
 
@@ -331,7 +331,12 @@ def load(state: Any, spec: PipelineSpec, allow: Collection[str] = (), planning: 
         one = states[rank_to_load(states, spec.shard)]
     changes = [str(change) for change in one["changes"]]
     matched = Matched(allow, changes)
-    node, convert = matched.match(spec.node, _described(one, spec), "")
+    described = _described(one, spec)
+    node, convert = matched.match(spec.node, described, "")
+    numbers = leaf_numbers(node, described) if matched.mixed else list(range(len(node.leaves)))
+    excluded = excluded_from_json(one["excluded"], count_leaves(described))
+    if excluded:  # rows stay excluded wherever their source is now
+        excluded = tuple(EMPTY if number is None else excluded[number] for number in numbers)
     adopted = replace(
         spec,
         node=node,
@@ -339,14 +344,14 @@ def load(state: Any, spec: PipelineSpec, allow: Collection[str] = (), planning: 
         lanes_chosen=True,
         groups=one["groups"] or spec.groups,
         changes=tuple(changes[-_KEPT:]),
-        excluded=excluded_from_json(one["excluded"], len(node.leaves)),
+        excluded=excluded,
         epoch_outputs=max(each["epoch_outputs"] for each in states),
         origins=tuple(dict.fromkeys(name for each in states for name in each["branches"].split(",") if name)),
         global_seed=spec.global_seed if one["global_seed"] is None else one["global_seed"],
     )
     if one.in_lanes:
         cursor = lanes_of_all(states, one["lanes"], node, changed=matched.mixed)
-        _check_units(cursor, one["budget"], adopted, mixed=matched.mixed)
+        _check_units(cursor, one["budget"], adopted, mixed=matched.mixed, moved=numbers != list(range(len(numbers))))
         over, lanes = cursor.lanes_ended, {}
         for number, lane in cursor.lanes.items():
             at = convert(_rebudgeted(lane.at, one["budget"], adopted), 0, _context(cursor, number, one["lanes"]))
@@ -460,9 +465,12 @@ def _in_rows(epoch: int, lane: LaneCursor, before: str, spec: PipelineSpec, plan
     return PlannedEpoch(spec.leaf.order, spec.source.layout, planning, epoch, at, excluded).in_rows(lane)
 
 
-def _check_units(cursor: Cursor, before: str, spec: PipelineSpec, *, mixed: bool) -> None:
-    """Raise CheckpointMismatchError if outputs after the position are done that would be others here."""
-    if not cursor.has_done and not (mixed and spec.excluded):
+def _check_units(cursor: Cursor, before: str, spec: PipelineSpec, *, mixed: bool, moved: bool) -> None:
+    """Raise CheckpointMismatchError if outputs after the position are done that would be others here.
+
+    ``moved``: sources have other numbers, by which lanes know the excluded rows that outputs in progress have.
+    """
+    if not cursor.has_done and not (moved and any(lane.spared for lane in cursor.lanes.values())):
         return
     here = "" if spec.node.budget is None else spec.node.budget.text
     if before != here:
@@ -477,10 +485,10 @@ def _check_units(cursor: Cursor, before: str, spec: PipelineSpec, *, mixed: bool
     if mixed:
         raise CheckpointMismatchError(
             "done",
-            "outputs after the position are excluded or acknowledged",
+            "steps after the position are excluded or acknowledged, or rows were just excluded",
             "another mix",
-            "they are known by their numbers, which other weights or sources would give to other rows. Resume with the "
-            "same mix, and change it once they are passed",
+            "other weights or sources would give them other rows. Resume with the same mix, and change it some steps "
+            "later",
         )
 
 
