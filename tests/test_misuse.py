@@ -809,6 +809,10 @@ def test_loaders_that_do_not_know_of_each_other(ds: midepoch.Dataset, tmp_path: 
     assert "two loaders" not in caplog.text
     next(ds.take(9).loader(4, audit=tmp_path))
     assert "two loaders of different rows record in" in caplog.text
+    caplog.clear()
+    program = "import sys, midepoch; next(midepoch.from_dict({'n': range(8)}).loader(4, audit=sys.argv[1]))"
+    done = subprocess.run([sys.executable, "-c", program, tmp_path], capture_output=True, text=True, check=True)
+    assert "For another run, pass another folder" in done.stderr  # that of another process
 
 
 def test_the_answer_about_functions_of_workers_is_that_of_all_workers(ds: midepoch.Dataset) -> None:

@@ -115,6 +115,19 @@ REFUSED: list[tuple[Call, str]] = [
     (lambda ds: ds.loader(4).load_state_dict({"r": ds.loader(4).state_dict()}), r"pass state\['r'\]"),
     (lambda ds: ds.loader(4).load_state_dict(_states(ds, "train", "valid")), r"'train', 'valid'.*state\['train'\]"),
     (lambda ds: ds.loader(4).load_state_dict(_states(ds, "rank_0", "rank_1")), r"several ranks.*list\(states\.values"),
+    (lambda ds: midepoch.mix(ds, ds, weights=[1, 1]), r"passed as a list: mix\(\[a, b\]"),  # type: ignore[misc]
+    (
+        lambda ds: list(ds.pack(8, "ids", extra={"id": -100})),
+        r"'id' is int64.*extra=… takes columns with a value for each",
+    ),
+    (
+        lambda ds: list(ds.map(lambda row: {"b": b"x"}).map(lambda row: {"c": row["b"].split(" ")})),
+        r"row\['b'\]\.decode",
+    ),
+    (
+        lambda ds: midepoch.mix({"a": ds}, midepoch.Schedule([midepoch.Phase(name, {"a": 1.0}) for name in "pq"])),
+        r"'p' has no end: pass steps=",
+    ),
     (lambda ds: list(ds.decode("text", size=8)), "no file .*text 0. .*is this the column of the files"),
     (lambda ds: assert_resumes_exactly(lambda: ds.loader(8), steps=[900]), "numbered from 0 to"),
     (lambda ds: assert_resumes_exactly(lambda: ds.loader(8), steps=5), r"such as range\(5\), got 5"),  # type: ignore[arg-type]

@@ -227,7 +227,10 @@ def test_misuse_is_named(data: str) -> None:
         next(items)
 
 
-def test_waiting_ends_with_an_error_if_nobody_acknowledges(data: str) -> None:
+def test_waiting_ends_with_an_error_if_nobody_acknowledges(
+    data: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("midepoch.loader.leases._QUIET", 0.0)  # 5 s
     loader = make(data)
     with loader.lease(max_out=1, timeout=0.05) as items:
         next(items)
@@ -238,6 +241,7 @@ def test_waiting_ends_with_an_error_if_nobody_acknowledges(data: str) -> None:
             next(items)
         stop.set()
         other.join()
+    assert "1 lease is out (max_out=1): waiting until one is acknowledged by lease.ack()" in caplog.text
     code = (
         f"import midepoch\nloader = midepoch.from_files({data!r}).with_format('numpy').loader(8)\n"
         "with loader.lease(max_out=2) as items:\n    next(items), next(items)\n"

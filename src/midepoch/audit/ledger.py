@@ -89,6 +89,16 @@ def new_file(folder: Path, attempt: str, shard: Shard, stream: str) -> tuple[str
     return f"{number:06}-{mark}-rank{shard.index:05}of{shard.count:05}-{secrets.token_hex(4)}{SUFFIX}", previous
 
 
+def _another_stream(folder: Path, stream: str) -> str:
+    """Return the rows of another loader without a name that has recorded in a folder before, or ""."""
+    for path in sorted(folder.glob(f"*{SUFFIX}"))[:_MOST_FILES]:
+        with suppress(OSError, StateError):
+            for one in read_passes(path)[:1]:
+                if one.header.stream != stream and not one.header.name:
+                    return one.header.stream
+    return ""
+
+
 def _mark_of(attempt: str) -> str:
     return hashlib.blake2b(attempt.encode(), digest_size=5).hexdigest()
 
@@ -287,8 +297,11 @@ class Ledger:
         self.lanes = LaneRecorder(cursor.lanes, numbers, start(spec.node))
         try:
             journal, previous = self._opened(attempt, shard)
+            begins = self._how == "fresh" and not (load or cursor.steps or shard.index)
+            if begins and (other := _another_stream(self.folder, self._rows[0])):
+                _streams.setdefault(self.folder.absolute(), other)
             self._note_another_loader()
-            if self._how == "fresh" and spec.node.shuffled and not (load or cursor.steps or shard.index):
+            if begins and spec.node.shuffled:
                 self._note_forgotten_state(sum(steps for _, steps in previous))
             number = next(_numbers)
             if sources and in_lanes and not load:
@@ -346,8 +359,8 @@ class Ledger:
         if first not in ("", self._rows[0]) and not self.name:
             _streams[self.folder.absolute()] = ""
             _log.warning(
-                "two loaders of different rows record in %s. Name them, so that the audit tells them apart: "
-                "audit=midepoch.audit.Ledger(folder, name='train').",
+                "two loaders of different rows record in %s. For another run, pass another folder. For two loaders of "
+                "one run, name them: audit=midepoch.audit.Ledger(folder, name='train').",
                 self.folder,
             )
 

@@ -472,6 +472,7 @@ OPEN = {
         "probabilities": "Did you mean weights=?",
         "datasets": "Did you mean sources=?",
         "stopping_strategy": "Did you mean stop=? It is 'first', 'all' or 'never'.",
+        "weights twice": "Datasets are passed as a list: mix([a, b], weights=…).",
     },
     "concat": {
         "axis": "Use midepoch.zip([a, b]) to combine columns.",

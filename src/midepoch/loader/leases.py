@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import atexit
 import errno
+import logging
 import os
 import secrets
 import selectors
@@ -486,6 +487,11 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(before=_before_fork, after_in_child=_after_fork)
 
 
+_log = logging.getLogger("midepoch")
+_QUIET = 5.0
+"""Seconds after which waiting for an acknowledgement is announced."""
+
+
 class Waiting:
     """Waiting for acknowledgements, until a condition holds."""
 
@@ -497,7 +503,7 @@ class Waiting:
         if reached():
             return
         began = time.monotonic()
-        wake = threading.Event()
+        wake, announced = threading.Event(), False
         try:
             self._book.wake = wake
             while not reached():
@@ -512,6 +518,9 @@ class Waiting:
                         f"{self._what}, after {self._timeout:g} s of waiting. Raise timeout, or check that leases "
                         "are acknowledged."
                     )
+                if not announced and time.monotonic() > began + _QUIET:
+                    announced = True
+                    _log.warning("%s: waiting until one is acknowledged by lease.ack().", self._what)
                 wake.wait(1.0 if left is None else min(left, 1.0))
                 wake.clear()
         finally:

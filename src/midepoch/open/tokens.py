@@ -101,8 +101,9 @@ def from_tokens(
 def _check_dtype(ds: Dataset) -> None:
     """Log that the first tokens look like those of another type: each is two of them, or every second one is small."""
     tokens = next(iter(ds.with_format("numpy")))["input_ids"][:1024]
-    wide = tokens.dtype.itemsize == 4
-    if len(tokens) < 16 or tokens.dtype.itemsize not in (2, 4):
+    size = tokens.dtype.itemsize
+    wide = size > 2
+    if len(tokens) < 16 or size == 1:
         return
     if np.median(tokens) >= 1 << 20 if wide else tokens[1::2].max() < 8 <= tokens[::2].max():
         other = "uint16" if wide else "uint32"

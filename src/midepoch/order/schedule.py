@@ -235,7 +235,9 @@ class Schedule:
             if length is None and any(one.sequence_length for one in self.phases):
                 raise ValueError(f"phase {phase.name!r} needs a sequence_length, as other phases have one.")
             if phase.unit is None and number + 1 < len(self.phases):
-                raise ValueError(f"phase {phase.name!r} has no length: only the last phase may have none.")
+                raise ValueError(
+                    f"phase {phase.name!r} has no end: pass steps=, rows= or tokens=. Only the last may have none."
+                )
             rows, amount = self._amounts(phase, length, batch)
             stop = OPEN if amount is None else at + amount
             after = outputs + rows if rows is not None and outputs is not None else None

@@ -285,6 +285,10 @@ def _remedy(problem: Exception, row: Any, call: Function) -> str:
         empty = [name for name, value in row.items() if value is None] if isinstance(row, Mapping) else []
         if empty:
             return f". {', '.join(map(repr, empty))} is None in the row: test for it, or filter such rows out before."
+    if isinstance(problem, TypeError) and not batched and "bytes-like object" in str(problem):
+        held = [name for name, value in row.items() if isinstance(value, bytes)] if isinstance(row, Mapping) else []
+        if held:
+            return f". {held[0]!r} holds bytes: for text, row[{held[0]!r}].decode()."
     if isinstance(problem, TypeError) and not batched and _NOT_LIST.search(str(problem)):
         return ". It is called with one row: pass batched=True for a function of lists."
     if isinstance(problem, KeyError) and isinstance(row, Mapping) and problem.args and problem.args[0] not in row:

@@ -207,6 +207,9 @@ def nested(column: Any) -> str:
     return "A tokenizer that is called with one text returns one list: omit return_tensors=…."
 
 
+_EXTRA = "extra=… takes columns with a value for each token: make one by map(), or omit it."
+
+
 @dataclass(frozen=True)
 class Documents:
     """Tokens of documents one after the other, in one or more columns of equal lengths.
@@ -232,7 +235,7 @@ class Documents:
             lists = NumberLists.of(name, columns[name], rows, _ADVICE, spec.dtype if name == spec.column else None)
             if lists is None:
                 kind = getattr(columns[name], "type", "of other values")
-                remedy = nested(columns[name]) or TOKENIZE_FIRST
+                remedy = nested(columns[name]) or (TOKENIZE_FIRST if name == spec.column else _EXTRA)
                 raise ColumnError(f"pack: column {name!r} is {kind}, not lists of numbers. {remedy}")
             masked = [IGNORED] if spec.mask_first and name == LABELS else []
             _check_fits(name, lists.values, [pad, *([spec.eos] if name == spec.column else masked)])

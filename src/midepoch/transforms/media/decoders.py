@@ -291,7 +291,8 @@ def _parts(name: str, value: Any) -> tuple[Any, str | None]:
         return None, os.fspath(value)
     if isinstance(value, dict) and {"bytes", "path"} & value.keys():
         return value.get("bytes"), value.get("path")
-    raise TypeError(f"column {name!r} has a value of type {type(value).__name__}, expected bytes or a path")
+    decoded = " It is decoded already: call decode once" if hasattr(value, "shape") else ""
+    raise TypeError(f"column {name!r} has a value of type {type(value).__name__}, expected bytes or a path.{decoded}")
 
 
 def _read(parts: tuple[Any, str | None], root: str | None) -> File:
