@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import hashlib
 import logging
+import random
 import sys
 import time
 from dataclasses import dataclass, replace
@@ -15,8 +16,11 @@ from simulation.history import FindingError, History, folder_in_memory
 from simulation.judge import judge
 from simulation.plans import Plan, draw
 from simulation.site import Site, installed
+from simulation.walks import walk
 
 _SHRINK_SECONDS = 6.0
+_WALKS = 0.1
+"""Share of histories after which a dataset is iterated, too."""
 _COLLECT_EVERY = 25
 """Histories between two collections of garbage."""
 
@@ -83,6 +87,8 @@ class Simulator:
                 judge(history)
             except FindingError as problem:
                 finding = str(problem)
+        draws = random.Random(f"walk of {plan.seed}")
+        finding = finding or (walk(plan.pipeline, draws) if draws.random() < _WALKS else "")
         text = repr((history.entries, history.events, finding)).replace(str(folder), "")
         digest = hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
         return Outcome(plan, finding, tuple(history.events), bool(history.cluster.happened), digest)

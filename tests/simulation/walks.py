@@ -36,6 +36,13 @@ class FailsOnce:
 
 def walk(pipeline: str, draws: random.Random) -> str:
     """Iterate over an epoch in several legs, and return the rule that is broken, or ""."""
+    try:
+        return _walk(pipeline, draws)
+    except Exception as problem:
+        return f"plain iteration of {pipeline!r}: {type(problem).__name__}: {problem}"
+
+
+def _walk(pipeline: str, draws: random.Random) -> str:
     pipeline, epoch = pipeline if pipeline in _MAKE else "rows", draws.randrange(2)
     found: list[Any] = []
     states: list[Any] = []
