@@ -115,6 +115,10 @@ REFUSED: list[tuple[Call, str]] = [
     (lambda ds: ds.loader(4).load_state_dict({"r": ds.loader(4).state_dict()}), r"pass state\['r'\]"),
     (lambda ds: ds.loader(4).load_state_dict(_states(ds, "train", "valid")), r"'train', 'valid'.*state\['train'\]"),
     (lambda ds: ds.loader(4).load_state_dict(_states(ds, "rank_0", "rank_1")), r"several ranks.*list\(states\.values"),
+    (
+        lambda ds: list(ds.map(lambda row: {"labels": row["ids"]}).pack(8, "ids", labels=True)),
+        r"'labels' of their own.*extra=\{'labels': -100\}",
+    ),
     (lambda ds: midepoch.mix(ds, ds, weights=[1, 1]), r"passed as a list: mix\(\[a, b\]"),  # type: ignore[misc]
     (
         lambda ds: list(ds.pack(8, "ids", extra={"id": -100})),

@@ -273,3 +273,12 @@ def test_the_last_epoch_of_planned_tokens_is_over(returns: int | None, simulator
     start = StartPlan(3, 2, every=3, returns=returns, window=4)
     plan = replace(PLAN, seed=3600005893, features=("tokens, planned",), last="drop", starts=(start,), epochs=2)
     assert simulator.run(replace(plan, remote=True)).finding == ""
+
+
+def test_excluded_rows_of_a_pass_that_was_taken_back_count_once(simulator: Simulator) -> None:
+    """Those of the next step counted, too, if the pass had come to the end of the epoch."""
+    whole = StartPlan(1, 4, every=1, connected=True)
+    last = replace(whole, every=3, saves_first=True)
+    starts = (whole, replace(whole, every=2, forgets=True), last, replace(last, older=0.36, chooses=True))
+    plan = replace(PLAN, features=("exclude rows",), pipeline="filter", starts=starts, last="pad", keep=2, edit_at=1)
+    assert simulator.run(plan).finding == ""

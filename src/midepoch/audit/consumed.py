@@ -165,7 +165,8 @@ class LaneRun:
         excluded, total = one.first.header.excluded_rows(len(self._sources)), 0
         for lane in range(one.lanes):
             track = one.owner(lane)
-            steps = 0 if track is None else min(track.delivered, one.kept_steps) + (track.end is not None)
+            kept = 0 if track is None else min(track.delivered, one.kept_steps)
+            steps = kept + (track is not None and track.end is not None and kept == track.delivered)
             for a, b in zip(self.after(one, lane, 0), self.after(one, lane, steps), strict=True):
                 stop = self._total(a) if b.run else b.row
                 rows = excluded[a.leaf].positions() if not a.run else EMPTY.positions()  # only the first time counts

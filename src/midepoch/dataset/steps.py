@@ -27,7 +27,7 @@ from midepoch.transforms.batch import check_columns
 from midepoch.transforms.columns import inside, types_by_name
 from midepoch.transforms.encode import Tokenize
 from midepoch.transforms.media import decoder_of
-from midepoch.transforms.packing import IGNORED, LABELS, TOKENIZE_FIRST, PackSpec
+from midepoch.transforms.packing import IGNORED, LABELS, OWN_LABELS, TOKENIZE_FIRST, PackSpec
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -241,10 +241,7 @@ def pack(
             pad_of = IGNORED if left[0] == LABELS else 0
             _log.warning("pack: the column %r is left out. To pack it, too: extra={%r: %d}.", left[0], left[0], pad_of)
         if labels and LABELS in self._columns:
-            raise ValueError(
-                "pack(labels=True): the rows have a column 'labels' of their own. Pack it with "
-                "extra={'labels': -100}, or remove it with remove_columns('labels')."
-            )
+            raise ColumnError(OWN_LABELS)
     return self._with_stage(spec)
 
 

@@ -207,6 +207,10 @@ def nested(column: Any) -> str:
     return "A tokenizer that is called with one text returns one list: omit return_tensors=…."
 
 
+OWN_LABELS = (
+    "pack(labels=True): the rows have a column 'labels' of their own. Pack it with extra={'labels': -100}, or remove "
+    "it with remove_columns('labels')."
+)
 _EXTRA = "extra=… takes columns with a value for each token: make one by map(), or omit it."
 
 
@@ -230,6 +234,8 @@ class Documents:
     def of(columns: Mapping[str, Any], spec: PackSpec, rows: Int64Array) -> Documents:
         """Return the documents of a batch, one per row. Null and empty documents have no tokens."""
         check_columns(list(spec.pads), list(columns), "pack", TOKENIZE_FIRST)
+        if spec.labels and LABELS in columns:
+            raise ColumnError(OWN_LABELS)
         found = {}
         for name, pad in spec.pads.items():
             lists = NumberLists.of(name, columns[name], rows, _ADVICE, spec.dtype if name == spec.column else None)
