@@ -173,8 +173,8 @@ def test_a_column_that_a_later_step_removes_has_no_lengths(ds: midepoch.Dataset)
 def test_only_columns_of_lists_are_proposed_as_tokens(ds: midepoch.Dataset) -> None:
     with pytest.raises(midepoch.ColumnError, match=r"with a column of lists \('tokens'\), or pass a collate_fn"):
         ds.rename_columns({"input_ids": "tokens"}).loader(max_tokens=100)
-    for length in (None, "text"):
-        with pytest.raises(midepoch.ColumnError, match=r"there are 'id', 'text'\. None has lists: tokenize\(\) first"):
+    for length, says in ((None, "there are 'id', 'text'"), ("text", "'text' is a column of string, without lists")):
+        with pytest.raises(midepoch.ColumnError, match=rf"{says}\. None has lists: tokenize\(\) first"):
             ds.remove_columns("input_ids").loader(max_tokens=100, length=length)
 
 

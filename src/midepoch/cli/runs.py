@@ -81,7 +81,10 @@ def audit(
         if (documents := ledger.documents_of_row(number, chosen)) is not None:
             _documents(documents, f"row {row}", as_json)
         elif isinstance(chosen, str):
-            raise ValueError(f"--row {row}: names of sources are recorded with provenance=True. Use --source.")
+            raise ValueError(
+                f"--row {row}: names of sources are recorded with provenance=True. Without it, name the source by its "
+                f"number in the mix, from 0: --row {number} --source 0."
+            )
         else:
             _deliveries(ledger, ledger.steps_of_row(number, chosen), f"row {row}", as_json)
     elif against is not None:

@@ -173,7 +173,7 @@ class Batching:
 
     def _token_column(self, spec: PipelineSpec) -> str:
         """Return the column whose lengths are those of the rows."""
-        known = spec.node.known.columns
+        known, kind = spec.node.known.columns, None
         if isinstance(self.length, str):
             kind = known[self.length].kind if self.length in known else None
             if kind is None or is_list(kind):
@@ -181,9 +181,11 @@ class Batching:
         if known and _TOKENS not in known and spec.node.known.certain:
             lists = ", ".join(repr(name) for name, column in known.items() if is_list(column.kind))
             remedy = f"Pass length= with a column of lists ({lists})" if lists else "None has lists: tokenize() first"
+            given = isinstance(self.length, str) and f"length={self.length!r} is a column of {kind}, without lists"
+            default = f"length={_TOKENS!r} by default, but there are {', '.join(map(repr, known))}"
             raise ColumnError(
-                f"max_tokens and layout need the column of tokens: length={_TOKENS!r} by default, but there are "
-                f"{', '.join(map(repr, known))}. {remedy}, or pass a collate_fn that makes the batch."
+                f"max_tokens and layout need the column of tokens: {given or default}. {remedy}, or pass a collate_fn "
+                "that makes the batch."
             )
         return _TOKENS
 
