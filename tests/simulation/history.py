@@ -104,6 +104,11 @@ class History:
         return {entry.step for entry in (*self.kept, *(entry for log in self.logs for entry in log))}
 
     @property
+    def saved(self) -> set[int]:
+        """Steps that the last start has saved."""
+        return {*self._saved[0]}
+
+    @property
     def entries(self) -> tuple[Entry, ...]:
         """Outputs of the epochs of the plan that the weights have seen."""
         found = self.kept + tuple(entry for log in self.logs for entry in log)

@@ -168,6 +168,9 @@ def _check_files(history: History) -> None:
         return
     address = "sim://bucket/run" if history.plan.remote else history.folder / "checkpoint"
     saver = PipelineCheckpoint(address, rank=0, world_size=1)
+    keep, saved = history.plan.keep, history.saved
+    if isinstance(keep, int) and not history.plan.starts[-1].forgets and len(saver.steps()) < min(keep, len(saved)):
+        raise FindingError(f"of the steps {saved}, {saver.steps()} are kept, with keep={keep}")
     for step in saver.steps():
         try:
             saver.verify(step)
