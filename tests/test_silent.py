@@ -273,7 +273,7 @@ ANNOUNCED: list[tuple[Call, str]] = [
     (lambda ds: ds.select_columns("text").tokenize(transformed()).pack(8), "tokenizer pads with 2: pass pad="),
     (lambda ds: _first(_mixed(ds, "all")), "source 'web' yields no row, so the others are drawn"),
     (lambda ds: _first(_mixed(ds, "first")), "source 'web' yields no row.*the mix ends there"),
-    (_misspelt_folder, "There are steps in .*/checks: is that"),
+    (_misspelt_folder, "There are steps in .*/checks: if that is meant"),
     (_left_part, r"step 4 of .* before the run went back, and step 2 after"),
     (_unacknowledged, r"4 leases are out.*none was acknowledged.*lease\.ack\(\)"),
     (_two_iterators, "several iterations.*rows.state_dict"),

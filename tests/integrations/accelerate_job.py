@@ -106,6 +106,10 @@ def refusals(folder: Path) -> dict[str, Any]:
     next(batches)
     found["steps"] = [loader.steps, loader.loader.steps]  # one is fetched ahead
     try:
+        loader.exclude(rows=[1])
+    except AttributeError as problem:
+        found["edited"] = str(problem)
+    try:
         skip_first_batches(loader, 1)
     except AttributeError as problem:
         found["skipped"] = str(problem)

@@ -121,6 +121,7 @@ def test_accelerate(program: Program, tmp_path: Path) -> None:
     assert "does not contain the position in the data" in refused["no state"]
     assert refused["other data"] == "seed"
     assert "the optimizer has a state already" in " ".join(refused["prepared late"])
+    assert "a batch is fetched ahead" in refused["edited"]
     assert refused["steps"] == [1, 2] and "load_state continues" in refused["skipped"]
     for left in refused["left"]:  # by the rule of all loaders; what is fetched ahead counts for nothing
         at, epoch = left["at"], uninterrupted(tmp_path, 7)

@@ -31,6 +31,7 @@ from typer.testing import CliRunner
 
 import midepoch
 from data import write_arrow
+from midepoch._internal.hints import forget_warnings
 from midepoch.audit import Ledger, read_run
 from midepoch.checkpoint import PipelineCheckpoint
 from midepoch.cli.app import app
@@ -230,7 +231,8 @@ def test_misuse_is_named(data: str) -> None:
 def test_waiting_ends_with_an_error_if_nobody_acknowledges(
     data: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("midepoch.loader.leases._QUIET", 0.0)  # 5 s
+    monkeypatch.setattr("midepoch.loader.leases._QUIET", 0.0)  # 30 s
+    forget_warnings()
     loader = make(data)
     with loader.lease(max_out=1, timeout=0.05) as items:
         next(items)

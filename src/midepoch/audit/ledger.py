@@ -90,7 +90,7 @@ def new_file(folder: Path, attempt: str, shard: Shard, stream: str) -> tuple[str
 
 
 def _another_stream(folder: Path, stream: str) -> str:
-    """Return the rows of another loader without a name that has recorded in a folder before, or ""."""
+    """Return the name of the rows of another loader, itself without a name, that has recorded in a folder, or ""."""
     for path in sorted(folder.glob(f"*{SUFFIX}"))[:_MOST_FILES]:
         with suppress(OSError, StateError):
             for one in read_passes(path)[:1]:

@@ -301,19 +301,20 @@ class PipelineCheckpoint:
             loaded = self._loader(pipeline, model, optimizer, extra, rng).load(manifest)
         except CheckpointDamagedError as problem:
             raise CheckpointDamagedError(f"step {step} of {self._steps.name}: {problem}.") from None
-        self._note_newer(manifest)
+        if not self._world.rank:
+            self._note_newer(manifest)
         return loaded.restore(self._backend_of)
 
     def _note_newer(self, manifest: Manifest) -> None:
         """Warn of a step of a part of the run that was left: a step before it was saved after it."""
         with suppress(OSError, CheckpointError):
-            newest = self._steps.manifests()[0][-1]
-            if newest.step < manifest.step and not self._world.rank:
-                _log.warning(
-                    "step %d of %s was saved before the run went back, and step %d after that. What has changed since "
-                    "then, such as an exclusion, is not in it. restore_latest() restores step %d.",
-                    manifest.step, self._steps.name, newest.step, newest.step,
-                )  # fmt: skip
+            for newest in self._steps.manifests()[0][-1:]:
+                if newest.step < manifest.step:
+                    _log.warning(
+                        "step %d of %s was saved before the run went back, and step %d after that. What has changed "
+                        "since then, such as an exclusion, is not in it. restore_latest() restores step %d.",
+                        manifest.step, self._steps.name, newest.step, newest.step,
+                    )  # fmt: skip
 
     def _loader(
         self, pipeline: Any, model: Any, optimizer: Any, extra: Mapping[str, Any] | None, rng: bool

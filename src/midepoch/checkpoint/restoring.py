@@ -289,7 +289,7 @@ def _instead_of_steps(folder: str) -> str:
         for name in difflib.get_close_matches(own, others, 3, 0.75):
             beside = os.path.join(parent, name)
             if os.path.isdir(beside) and any(one.startswith("step_") for one in os.listdir(beside)):
-                return f"There are steps in {beside}: is that what you mean?"
+                return f"There are steps in {beside}: if that is meant, use PipelineCheckpoint({beside!r})."
     return ""
 
 

@@ -79,6 +79,8 @@ def open_data(
         try:
             return load_from_disk(path, split, **options)
         except ValueError as problem:
+            if "split=…" not in str(problem):
+                raise
             raise ValueError(str(problem).replace("split=…", "--split")) from None
     if len(data) == 1 and not is_path(data[0]):
         if split is None:

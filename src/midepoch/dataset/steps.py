@@ -209,7 +209,7 @@ def pack(
         _log.warning("pack: tokenize() pads, and its padding is packed as if it were text. Omit padding=… there.")
     functions = [step.function for step in before if isinstance(step, Map)]
     pads = [getattr(one.tokenizer, "pad_token_id", None) for one in functions if isinstance(one, Tokenize)]
-    if not pad and pads and pads[-1]:
+    if not (pad or drop_remainder) and pads and pads[-1]:
         _log.warning("pack fills sequences with token 0, and the tokenizer pads with %s: pass pad=….", pads[-1])
     if length is None:
         schedule = _lengths_of(node, strategy)

@@ -78,6 +78,11 @@ class PreparedLoader(DataLoaderStateMixin):  # type: ignore[misc]
                 f"a prepared loader has no {name}. To skip batches is not necessary: accelerator.load_state continues "
                 "after the last one. To leave some out: loader.exclude(steps=…)."
             )
+        if name in ("exclude", "set_weights", "lease") and self._delivered is not None:
+            raise AttributeError(
+                f"{name}: a pass of this prepared loader is open, and a batch is fetched ahead. Call it before the "
+                "first batch, or after accelerator.load_state(…)."
+            )
         if name.startswith("_") or "loader" not in self.__dict__:
             raise AttributeError(name)
         return getattr(self.loader, name)
@@ -150,7 +155,7 @@ def prepare(accelerator: Accelerator, loader: Loader, *, name: str = "train") ->
         raise ValueError(
             f"there already is a loader named {name!r}. Pass another name: prepare(accelerator, loader, name=…)"
         )
-    if not names and any(optimizer.state_dict()["state"] for optimizer in accelerator._optimizers):
+    if not names and any(optimizer.state for optimizer in accelerator._optimizers):
         _log.warning(
             "prepare(accelerator, loader): the optimizer has a state already. If accelerator.load_state(…) was called "
             "before, it has not restored the position in the data: prepare the loader first."

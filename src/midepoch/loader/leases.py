@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import atexit
 import errno
-import logging
 import os
 import secrets
 import selectors
@@ -30,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from midepoch._internal.hints import hinted_methods, no_attribute
+from midepoch._internal.hints import hinted_methods, no_attribute, warn_once
 from midepoch._internal.processes import PREFIX
 from midepoch.audit.ledger import Ledger
 from midepoch.errors import LeaseError
@@ -487,9 +486,8 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(before=_before_fork, after_in_child=_after_fork)
 
 
-_log = logging.getLogger("midepoch")
-_QUIET = 5.0
-"""Seconds after which waiting for an acknowledgement is announced."""
+_QUIET = 30.0
+"""Seconds after which waiting for an acknowledgement is announced, once: a step of training may take as long."""
 
 
 class Waiting:
@@ -503,7 +501,7 @@ class Waiting:
         if reached():
             return
         began = time.monotonic()
-        wake, announced = threading.Event(), False
+        wake = threading.Event()
         try:
             self._book.wake = wake
             while not reached():
@@ -518,9 +516,8 @@ class Waiting:
                         f"{self._what}, after {self._timeout:g} s of waiting. Raise timeout, or check that leases "
                         "are acknowledged."
                     )
-                if not announced and time.monotonic() > began + _QUIET:
-                    announced = True
-                    _log.warning("%s: waiting until one is acknowledged by lease.ack().", self._what)
+                if time.monotonic() > began + _QUIET:
+                    warn_once("%s: waiting until one is acknowledged by lease.ack().", self._what)
                 wake.wait(1.0 if left is None else min(left, 1.0))
                 wake.clear()
         finally:

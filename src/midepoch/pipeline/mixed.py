@@ -288,9 +288,9 @@ class Part:
             self._open(self._start)
 
     def _warn(self, result: str) -> None:
-        lanes = self._lane.count
-        where = "" if self.barren or lanes == 1 else f" in lane {self._lane.index} of {lanes}"
-        warn_once("mix: source %s yields no row%s, %s. Check its filters, or omit it.", self._name, where, result)
+        everywhere = self.barren or self._lane.count == 1
+        where, remedy = ("", "omit it") if everywhere else (" in a lane", "use fewer lanes: with_lanes()")
+        warn_once("mix: source %s yields no row%s, %s. Check its filters, or %s.", self._name, where, result, remedy)
 
 
 class _Nothing:

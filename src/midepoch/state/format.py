@@ -380,14 +380,13 @@ def parse(state: Any) -> Saved:
                 "it as JSON, or pickle it."
             )
         if state and all(isinstance(each, Mapping) and KEY in each for each in state.values()):
-            first = next(iter(state))
-            ranks = len(state) > 1 and all(str(each).rpartition("_")[2].isdigit() for each in state)
+            first, *others = state
+            if not others:
+                raise StateError(f"the state is in a dict under {first!r}: pass state[{first!r}].")
+            if all(str(name).rpartition("_")[2].isdigit() for name in state):
+                raise StateError("these are the states of several ranks. Pass a list: list(states.values()).")
             raise StateError(
-                "these are the states of several ranks. Pass a list: list(states.values())."
-                if ranks
-                else f"the state is in a dict under {first!r}: pass state[{first!r}]."
-                if len(state) == 1
-                else f"these are several states, under {', '.join(map(repr, list(state)[:8]))}. Pass one of them: "
+                f"these are several states, under {', '.join(map(repr, list(state)[:8]))}. Pass one of them: "
                 f"state[{first!r}]. Those of several ranks are passed as a list: list(states.values())."
             )
         raise StateError(

@@ -229,7 +229,7 @@ def _cause_of(saved: Any, here: Any) -> str:
 
 
 def leaf_numbers(node: Node, saved: Any) -> list[int | None]:
-    """Return for each leaf of a flow its number in a saved flow that was matched, or None if it is new there."""
+    """Return for each leaf of a flow its number in a saved flow that matches, or None if it is not there."""
     base = node.base
     if isinstance(base, Leaf):
         return [0]

@@ -333,7 +333,7 @@ def load(state: Any, spec: PipelineSpec, allow: Collection[str] = (), planning: 
     matched = Matched(allow, changes)
     described = _described(one, spec)
     node, convert = matched.match(spec.node, described, "")
-    numbers = leaf_numbers(node, described) if matched.mixed else list(range(len(node.leaves)))
+    numbers = leaf_numbers(spec.node, described) if matched.mixed else list(range(len(node.leaves)))
     excluded = excluded_from_json(one["excluded"], count_leaves(described))
     if excluded:  # rows stay excluded wherever their source is now
         excluded = tuple(EMPTY if number is None else excluded[number] for number in numbers)
