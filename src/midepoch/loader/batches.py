@@ -17,13 +17,14 @@ from midepoch._internal.progress import Timings
 from midepoch.loader.collation import added, arranged, collated, completed, marked, named
 from midepoch.loader.options import PADDING, Options
 from midepoch.loader.plans import MadeBatch
+from midepoch.loader.provenance import DocumentIds
 from midepoch.pipeline.engine import Engine
 from midepoch.pipeline.leaf import Leaf
 from midepoch.pipeline.plans import StepPlan
 from midepoch.read.columns import Located, number_dtype
 from midepoch.transforms import Batch
 from midepoch.transforms.formats import Allocate
-from midepoch.transforms.provenance import DocumentTable
+from midepoch.transforms.provenance import DOCUMENTS, DocumentTable
 
 Int64Array = npt.NDArray[np.int64]
 _CHUNK_BYTES = 1 << 20
@@ -204,7 +205,9 @@ class BatchMaker:
             columns = {name: column.array(start, stop) for name, column in located.items()}
             if read.genuine is not None:
                 columns[PADDING] = np.arange(stop - start) >= read.genuine
-            if read.traced is not None or self._options.context is not None:
+            if self._later and read.traced is not None and self._options.context is None:
+                columns[DOCUMENTS] = DocumentIds(read.traced)  # the names of columns were compared with it before
+            elif read.traced is not None or self._options.context is not None:
                 columns = completed(columns, self.format, self._options, self._added(read.traced))
             return MadeBatch(columns, read.step, read.asked, 0, not read.asked)
         if read.batch is None:

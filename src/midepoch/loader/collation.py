@@ -13,7 +13,7 @@ import numpy.typing as npt
 from midepoch._internal.hints import warn_once
 from midepoch.errors import MapError
 from midepoch.loader.options import PADDING, Options
-from midepoch.loader.provenance import PACKED, DocumentIds, check_names, with_documents
+from midepoch.loader.provenance import PACKED, ROWS, DocumentIds, check_names, with_documents
 from midepoch.pipeline.chunk import Bunches, Items, RowRefs, materialize
 from midepoch.pipeline.spec import PipelineSpec
 from midepoch.transforms import Batch, finish, present, present_rows
@@ -40,6 +40,7 @@ class Presenter:
         self._pads = options.batch_size if options.last_batch == "pad" else None
         arranges = options.collate_fn is not None or options.layout is not None
         self._arrays = not arranges and self._format in ("numpy", "torch", "jax")
+        self._traces_rows = options.provenance == ROWS and self._format == "torch" and options.context is None
 
     def batch(self, items: Items, epoch: int) -> Presented:
         """Return a batch of outputs, filled with some of them if it is padded."""
@@ -59,7 +60,11 @@ class Presenter:
             columns: Any = {name: column.array(0, len(items)) for name, column in items.located.items()}
             if self._pads is not None:
                 columns[PADDING] = np.arange(len(items)) >= genuine
-            return self._completed(columns, items, genuine)
+            if not self._traces_rows:
+                return self._completed(columns, items, genuine)
+            traced = items.traced
+            columns[DOCUMENTS] = DocumentIds(traced)  # the names of columns were compared with it before
+            return Presented(columns, traced.slice(0, genuine))
         batch = materialize(items)
         if self._pads is not None or isinstance(items, Bunches):
             bounds = items.batches.bounds if isinstance(items, Bunches) else np.arange(len(batch) + 1)

@@ -24,7 +24,6 @@ from midepoch.transforms.provenance import (
     SOURCE,
     START,
     DocumentTable,
-    PieceTable,
 )
 
 ROWS, PACKED = "rows", "packed"
@@ -74,14 +73,15 @@ class DocumentIds(Mapping[str, Any]):
 
     __slots__ = ("_packed", "_values")
 
-    def __init__(self, values: Mapping[str, Any] | DocumentTable, *, packed: bool = False) -> None:
+    def __init__(self, values: Mapping[str, Any] | DocumentTable, packed: bool = False) -> None:
         self._values, self._packed = values, packed
 
     @property
     def _made(self) -> Mapping[str, Any]:
-        if isinstance(self._values, DocumentTable):
-            self._values = _tensors(self._values, self._packed)
-        return self._values
+        values = self._values
+        if type(values) is DocumentTable:
+            self._values = values = _tensors(values, self._packed)
+        return values  # type: ignore[return-value]
 
     def __getitem__(self, name: str) -> Any:
         return self._made[name]
@@ -107,29 +107,24 @@ _MOST_PARTS = 256
 
 
 def _tensors(table: DocumentTable, packed: bool) -> dict[str, Any]:
-    """Return the documents of a batch: parts of tensors that all batches of a chunk share."""
+    """Return the documents of a batch: parts of copies that all batches of a chunk share, since users may write."""
     whole, (first, stop) = table.whole, table.pieces
-    made = {name: _part(whole, name, first, stop) for name in ((SOURCE, ROW, START) if packed else (SOURCE, ROW))}
-    if packed:
-        made[BOUNDS] = as_tensor(table.bounds)
-    return made
-
-
-def _part(whole: PieceTable, name: str, first: int, stop: int) -> Any:
-    """Return a part of a column as a tensor. It is of a copy, since users may write to it.
-
-    A tensor of its own takes 3 µs, and one of many rows that are cut in one call 1 µs.
-    """
     copies = whole.copies
-    if name not in copies:
-        column = whole.columns.start if name == START else whole.identified[name == ROW]
-        copies[name] = as_tensor(column.copy())
+    if not copies:
+        copies[SOURCE], copies[ROW] = (as_tensor(column.copy()) for column in whole.identified)
+    if packed:
+        if START not in copies:
+            copies[START] = as_tensor(whole.columns.start.copy())
+        return {name: copies[name][first:stop] for name in (SOURCE, ROW, START)} | {BOUNDS: as_tensor(table.bounds)}
     size = stop - first
-    if whole.packed or not size or first % size or whole.count > _MOST_PARTS * size:
-        return copies[name][first:stop]
-    if (name, size) not in copies:
-        copies[name, size] = copies[name].split(size)
-    return copies[name, size][first // size]
+    if not size or whole.count > _MOST_PARTS * size:
+        return {SOURCE: copies[SOURCE][first:stop], ROW: copies[ROW][first:stop]}
+    # All batches of a chunk are cut in one call: 1 µs for each tensor, and 3 µs one by one.
+    number, offset = divmod(first, size)
+    if (parts := copies.get((size, offset))) is None:
+        cut = (copies[name][offset:].split(size) for name in (SOURCE, ROW))
+        parts = copies[size, offset] = [{SOURCE: source, ROW: row} for source, row in zip(*cut, strict=True)]
+    return parts[number]  # type: ignore[no-any-return]
 
 
 def source_names(spec: PipelineSpec) -> tuple[str, ...]:

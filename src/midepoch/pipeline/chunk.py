@@ -64,11 +64,13 @@ class RowRefs:
         ordinals = np.zeros(len(self), np.int64) if self.ordinals is None else self.ordinals
         return replace(self, ordinals=with_ordinals(ordinals, number))
 
-    @cached_property
+    @property
     def traced(self) -> DocumentTable:
         """The provenance of the rows."""
-        if self.whole is not None:
-            return self.whole.traced.slice(self.begin, self.begin + len(self))
+        return self._traced if self.whole is None else self.whole._traced.slice(self.begin, self.begin + len(self.rows))
+
+    @cached_property
+    def _traced(self) -> DocumentTable:
         rows = self.rows
         if self.draws:
             for number, engine in enumerate(self.engines):

@@ -356,26 +356,28 @@ class Draw:
         if is_any := coming.any():
             numbers = np.where(coming, np.searchsorted(edges, counts, side="right") - 1, numbers)
         found: Int64Array | None = None
-        for number in set(numbers.tolist()):
+        for number in range(-1, len(pieces) + 1):
+            mine = numbers == number
             for is_before in (False, True) if is_any else (False,):
-                places = np.flatnonzero((numbers == number) & (coming == is_before))
+                places = np.flatnonzero(mine & (coming == is_before) if is_any else mine)
                 if not len(places):
                     continue
                 if 0 <= number < len(pieces):
                     run, stage, (chunk, start, _) = pieces[number]
-                    inner = chunk.table(start + counts[places] - edges[number], is_before)
+                    assert chunk.table is not None
+                    inner = chunk.table(counts[places] + (start - edges[number]), is_before)
                     if inner is None:
                         return None
-                    values = np.empty((len(places), 2 + inner.shape[1]), np.int64)
-                    values[:, 0], values[:, 1], values[:, 2:] = run, stage, inner
+                    head: Any = run, stage
                 else:  # before the first output, or after the last
                     part = self.at(int(counts[places[0]]))
-                    values = np.tile(np.array([part.run, part.stage, *flatten(part.at, [])]), (len(places), 1))
+                    head, inner = (part.run, part.stage), np.array(flatten(part.at, []))
+                width = 2 + inner.shape[-1]
                 if found is None:
-                    found = np.empty((len(counts), values.shape[1]), np.int64)
-                if found.shape[1] != values.shape[1]:
+                    found = np.empty((len(counts), width), np.int64)
+                if found.shape[1] != width:
                     return None
-                found[places] = values
+                found[places, :2], found[places, 2:] = head, inner
         return found
 
     def at(self, count: int) -> PartAt:
