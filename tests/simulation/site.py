@@ -198,7 +198,7 @@ def installed(site: Site) -> Iterator[Site]:
         (keyvalue, "_store", lambda: site.values),
         (workers, "cores", lambda: 2),
         (rows, "_FIRST", 4),  # an epoch has several bundles
-        (workers, "open_crew", lambda job, _, options: SimulatedCrew(site.cluster, job, options.num_workers)),
+        (workers, "open_crew", lambda job: SimulatedCrew(site.cluster, job, job.options.num_workers)),
         (lanes, "_made", _Counters(site, "made")),
         (lanes, "_loaders", _Counters(site, "loaders")),
         (keyvalue, "_draws", _Counters(site, "draws")),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections import deque
+from dataclasses import replace
 from typing import Any
 
 from midepoch.errors import WorkerError
@@ -106,7 +107,7 @@ class SimulatedCrew:
     @staticmethod
     def _work(job: Job, link: Link) -> None:
         try:
-            job.in_threads(()).run(link)
+            replace(job, drawing=()).run(link)
         except MainIsGone:
             link.outbox.close()
 

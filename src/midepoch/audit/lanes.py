@@ -23,7 +23,7 @@ import numpy.typing as npt
 from midepoch.audit.journal import Record
 from midepoch.order import Shard
 from midepoch.pipeline.chunk import at_mark
-from midepoch.pipeline.cursor import NO_LANES, Cursor, FlowAt, LaneCursor, flatten, listed
+from midepoch.pipeline.cursor import NO_LANES, Cursor, FlowAt, LaneCursor, flatten, keeps_shape, listed
 from midepoch.pipeline.lanes import StepOutputs
 from midepoch.pipeline.leaf import Leaf
 from midepoch.pipeline.mixed import BORROWING, ENDED, FIRST, place_of
@@ -113,11 +113,9 @@ class LaneRecorder:
             if values is not None and values.shape[1] == width:
                 return LaneRecord(NUMBERS, _numbers(first, np.array(taken), values), number, width)
         cursors = [at_mark(mark) for mark in marks]
-        shape: list[int] = []
-        numbers = flatten(cursors[-1], shape)
         places = [[count, listed(at, counts=True)] for count, at in zip(taken, cursors, strict=True)]
         content = zlib.compress(json.dumps([first, places], separators=(",", ":")).encode(), 1)
-        return LaneRecord(CURSORS, content, number, 0 if shape else len(numbers))
+        return LaneRecord(CURSORS, content, number, len(flatten(places[-1][1])) if keeps_shape(cursors[-1]) else 0)
 
 
 def _numbers(first: int, taken: Int64Array, values: Int64Array) -> bytes:

@@ -202,7 +202,7 @@ class BatchMaker:
     def _made(self, plan: StepPlan, read: Read, allocate: Allocate | None) -> MadeBatch:
         if read.located is not None:
             located, start, stop = read.located
-            columns = {name: column.array(start, stop) for name, column in located.items()}
+            columns: Any = {name: column.array(start, stop) for name, column in located.items()}
             if read.genuine is not None:
                 columns[PADDING] = np.arange(stop - start) >= read.genuine
             if self._later and read.traced is not None and self._options.context is None:

@@ -9,10 +9,13 @@ import threading
 import traceback
 import weakref
 from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from midepoch._internal.processes import PREFIX, join
 from midepoch.errors import MidepochError, WorkerError
+from midepoch.loader.options import Options
+from midepoch.pipeline.leaf import Leaf
 from midepoch.transforms.formats import Allocate
 
 
@@ -192,13 +195,30 @@ class WorkerLink(Protocol):
         """Return a function that allocates parts of the next batch in its slot, or None if nothing is copied."""
 
 
-class Job(Protocol):
-    """The work of a worker, once it is unpickled in its process."""
+class Worker(Protocol):
+    """The work of a worker, in its process or thread."""
 
-    def in_threads(self, drawing: tuple[Hashable, ...]) -> Job:
-        """Return the job for threads. ``drawing``: functions that draw from torch's global generator."""
+    def __init__(self, link: WorkerLink, job: Job) -> None: ...
 
-    def run(self, link: WorkerLink) -> None: ...
+    def live(self) -> None:
+        """Work until the link raises MainIsGone."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """What workers do, as it is sent to them. ``drawing``: in threads, the functions that draw from torch's generator.
+
+    ``options``: without a device, which only the main process uses.
+    """
+
+    worker: type[Worker]
+    leaves: tuple[Leaf, ...]
+    options: Options
+    drawing: tuple[Hashable, ...] | None = None
+
+    def run(self, link: WorkerLink) -> None:
+        """Work until the main process has exited."""
+        self.worker(link, self).live()
 
 
 class MainIsGone(BaseException):

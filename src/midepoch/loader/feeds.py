@@ -1,12 +1,11 @@
 """Feeds: the batches of one pass on one rank, from a plan where positions can be computed, else from lanes.
 
-This is the place where a loader asks which of the two it is. A pass knows only the protocol ``Feed``.
+This is the place where a loader asks which of the two it is.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
 
 from midepoch._internal.processes import silent_at_exit
 from midepoch._internal.progress import Timings
@@ -24,91 +23,59 @@ from midepoch.pipeline.rows import Bundles, BundlesHere
 from midepoch.pipeline.spec import PipelineSpec
 
 
-class Feed(Protocol):
-    """The batches of a rank from a cursor to the end of the epoch, in order."""
-
-    plan: StepPlan | None
-    """The steps, where positions can be computed."""
-    finds_end: bool
-    """True if the end of an epoch is known only when another batch is asked for."""
-
-    def next(self) -> MadeBatch | None:
-        """Return the next batch, or None at the end. Raises the errors of making it."""
-
-    def after(self, made: MadeBatch) -> Delivered:
-        """Return the place after a batch."""
-
-    def left(self, delivered: int) -> int | None:
-        """Return the number of batches that follow after so many, if it is known."""
-
-    def complete(self, delivered: int) -> bool:
-        """Return True if it is known that nothing follows for this rank after so many batches."""
-
-    @property
-    def begun(self) -> bool:
-        """True if a step was taken that had a batch for some rank."""
-
-    @property
-    def end(self) -> Cursor:
-        """The cursor at the end of the epoch."""
-
-    @property
-    def packed(self) -> tuple[int, int]:
-        """Tokens packed so far, and the token slots of their sequences."""
-
-    def close(self) -> bool:
-        """Stop. Return True if none of its threads and workers is still running."""
-
-
 class PlanFeed:
-    """The batches of a plan. They are opened with the first one."""
+    """The batches of a rank from a cursor to the end of the epoch, by a plan. They are opened with the first one."""
 
     finds_end = False
+    """True if the end of an epoch is known only when another batch is asked for."""
     packed = (0, 0)
     begun = False
 
     def __init__(self, plan: StepPlan, shard: Shard, open_source: Callable[[StepPlan], BatchSource]) -> None:
-        self.plan: StepPlan | None = plan
-        self._plan, self._shard, self._open = plan, shard, open_source
+        self.plan, self._shard, self._open = plan, shard, open_source
         self._source: BatchSource | None = None
 
     def next(self) -> MadeBatch | None:
+        """Return the next batch, or None at the end. Raises the errors of making it."""
         if self._source is None:
-            if not self._plan.has(0):
+            if not self.plan.has(0):
                 return None
-            self._source = self._open(self._plan)
+            self._source = self._open(self.plan)
         return self._source.next()
 
     def after(self, made: MadeBatch) -> Delivered:
+        """Return the place after a batch."""
         assert isinstance(made.step, int)
-        return PlanStep(self._plan, made.step)
+        return PlanStep(self.plan, made.step)
 
     def left(self, delivered: int) -> int | None:
-        return max(0, self._plan.share(self._shard) - delivered) if self._plan.count_known() else None
+        """Return the number of batches that follow after so many, if it is known."""
+        return max(0, self.plan.share(self._shard) - delivered) if self.plan.count_known() else None
 
     def complete(self, delivered: int) -> bool:
-        return not self._plan.has_for(delivered, self._shard)
+        """Return True if it is known that nothing follows for this rank after so many batches."""
+        return not self.plan.has_for(delivered, self._shard)
 
     @property
     def end(self) -> Cursor:
-        return self._plan.end_cursor
+        """The cursor at the end of the epoch."""
+        return self.plan.end_cursor
 
     def close(self) -> bool:
+        """Stop. Return True if none of its threads and workers is still running."""
         source, self._source = self._source, None
         return source is None or source.close()
 
 
 class LaneFeed:
-    """The batches of lanes. ``wrap``: moves them to a device."""
+    """The same of lanes. ``wrap``: moves them to a device."""
 
-    plan: StepPlan | None = None
+    plan = None
     finds_end = True
 
     def __init__(self, lanes: LaneBatches, wrap: Callable[[BatchSource], BatchSource]) -> None:
         self._lanes, self._source = lanes, wrap(lanes)
-
-    def next(self) -> MadeBatch | None:
-        return self._source.next()
+        self.next, self.close = self._source.next, self._source.close
 
     def after(self, made: MadeBatch) -> Delivered:
         assert not isinstance(made.step, int)
@@ -122,6 +89,7 @@ class LaneFeed:
 
     @property
     def begun(self) -> bool:
+        """True if a step was taken that had a batch for some rank."""
         return self._lanes.begun
 
     @property
@@ -130,10 +98,11 @@ class LaneFeed:
 
     @property
     def packed(self) -> tuple[int, int]:
+        """Tokens packed so far, and the token slots of their sequences."""
         return self._lanes.packed
 
-    def close(self) -> bool:
-        return self._source.close()
+
+Feed = PlanFeed | LaneFeed
 
 
 class Feeds:

@@ -13,11 +13,12 @@ from midepoch.loader import state as states
 from midepoch.loader.leases import MOST_NOTED, Lease, Tracker, Waiting
 from midepoch.loader.options import check_continues
 from midepoch.loader.passes import Pass
-from midepoch.loader.plans import RemainingSteps, lane_cursor
+from midepoch.loader.plans import lane_cursor
 from midepoch.loader.state import Kind, Start
 from midepoch.order.intervals import EMPTY, Intervals
 from midepoch.pipeline.cursor import Cursor, LaneCursor
 from midepoch.pipeline.lanes import Share
+from midepoch.pipeline.plans import RemainingSteps
 from midepoch.pipeline.reach import start as start_of
 
 if TYPE_CHECKING:

@@ -1,10 +1,9 @@
-"""Batches, the plan of a loader's options, and the part of a pass that is acknowledged or left."""
+"""Batches, the plan of a loader's options, and the part of a pass that is acknowledged."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
-from itertools import accumulate
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -17,7 +16,7 @@ from midepoch.order.intervals import EMPTY, Intervals
 from midepoch.order.schedule import OPEN, Schedule
 from midepoch.pipeline.cursor import Cursor
 from midepoch.pipeline.lanes import Lanes, Share, StepOutputs
-from midepoch.pipeline.plans import Asked, Plan, StepPlan, TokenPlan
+from midepoch.pipeline.plans import Plan, StepPlan, TokenPlan
 from midepoch.pipeline.spec import PipelineSpec
 from midepoch.state.format import Leased
 from midepoch.transforms.provenance import DocumentTable
@@ -139,32 +138,24 @@ class Frontier(NamedTuple):
     complete: bool
 
 
-class Taken(Protocol):
-    """The acknowledged part of a pass, in the units of a state."""
+class LeasedSteps:
+    """The acknowledged part of a pass, in the units of a state: steps of a plan."""
+
+    def __init__(self, plan: StepPlan, start: Cursor, shard: Shard) -> None:
+        self._plan, self._start, self._shard = plan, start, shard
 
     def add(self, steps: Mapping[int, Any], *, recorded: bool) -> Units:
         """Add acknowledged steps, with their places. Return their outputs by lane, or as lane 0 their turns.
 
         ``recorded``: False if the latter are not needed. Adding a step twice does no harm.
         """
-
-    def saved(self, frontier: Frontier, *, alone: bool) -> tuple[Cursor, Leased | None]:
-        """Return the cursor of a state, and what one of several ranks adds to it. ``alone``: this is the only rank."""
-
-
-class LeasedSteps:
-    """Acknowledged steps of a plan."""
-
-    def __init__(self, plan: StepPlan, start: Cursor, shard: Shard) -> None:
-        self._plan, self._start, self._shard = plan, start, shard
-
-    def add(self, steps: Mapping[int, Any], *, recorded: bool) -> Units:
         return {0: self._turns(Intervals.from_positions(steps))} if recorded else {}
 
     def _turns(self, steps: Intervals) -> Intervals:
         return Intervals.of(self._plan.turns(steps.starts), self._plan.turns(steps.stops))
 
     def saved(self, frontier: Frontier, *, alone: bool) -> tuple[Cursor, Leased | None]:
+        """Return the cursor of a state, and what one of several ranks adds to it. ``alone``: this is the only rank."""
         plan, oldest, later = self._plan, frontier.oldest, frontier.acked.from_(frontier.oldest)
         cursor = plan.cursor(oldest - 1)
         steps = self._start.steps + len(frontier.acked)
@@ -182,7 +173,7 @@ class LeasedSteps:
 
 
 class LeasedLanes:
-    """Acknowledged outputs of lanes."""
+    """The same of lanes: outputs."""
 
     def __init__(self, start: Cursor, shard: Shard, share: Share) -> None:
         self._start, self._shard, self._share = start, shard, share
@@ -219,6 +210,9 @@ class LeasedLanes:
         return cursor._replace(lanes=lanes), own
 
 
+Taken = LeasedSteps | LeasedLanes
+
+
 def lane_cursor(frontier: Frontier) -> Cursor:
     """Return the cursor of lanes before the oldest step that is not acknowledged."""
     at = frontier.at
@@ -226,59 +220,3 @@ def lane_cursor(frontier: Frontier) -> Cursor:
         at = at.cursor() if frontier.over else at.cursor(0)
     assert isinstance(at, Cursor)
     return at
-
-
-class RemainingSteps:
-    """The steps of a plan without those that are acknowledged. Step i is the i-th that remains."""
-
-    def __init__(self, plan: Any, acked: Intervals) -> None:
-        self.whole, self.acked = plan, acked
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_") or name == "whole":  # before it is set, while it is unpickled
-            raise AttributeError(name)
-        return getattr(self.whole, name)
-
-    def _step(self, number: int) -> int:
-        """Return the number in the plan of a step that remains."""
-        return self.acked.remaining(number) if number >= 0 else number
-
-    def has(self, step: int) -> bool:
-        return bool(self.whole.has(self._step(step)))
-
-    def has_for(self, step: int, shard: Shard) -> bool:
-        return bool(self.whole.has_for(self._step(step), shard))
-
-    def share(self, shard: Shard) -> int:
-        return self.acked.before(int(self.whole.share(shard)))
-
-    def ask(self, steps: Sequence[int], shard: Shard) -> Asked:
-        parts = [self.whole.ask(run, shard) for run in _runs([self._step(step) for step in steps])]
-        if len(parts) == 1:
-            return parts[0]  # type: ignore[no-any-return]
-        offsets = [0, *accumulate(len(part.positions) for part in parts)]
-        ends = [0, *(offset + end for part, offset in zip(parts, offsets, strict=False) for end in part.ends[1:])]
-        genuine = None if parts[-1].genuine is None else offsets[-2] + parts[-1].genuine  # padding is in the last step
-        known = [part.rows for part in parts if part.rows is not None]
-        rows = np.concatenate(known) if len(known) == len(parts) else None
-        return Asked(np.concatenate([part.positions for part in parts]), ends, genuine, rows)
-
-    def first_position(self, step: int) -> int:
-        return int(self.whole.first_position(self._step(step)))
-
-    def place(self, step: int) -> str:
-        return str(self.whole.place(self._step(step)))
-
-    def cursor(self, step: int) -> Cursor:
-        return self.whole.cursor(self._step(step))  # type: ignore[no-any-return]
-
-
-def _runs(steps: Sequence[int]) -> Iterator[list[int]]:
-    """Yield runs of consecutive steps."""
-    run: list[int] = []
-    for step in steps:
-        if run and step != run[-1] + 1:
-            yield run
-            run = []
-        run.append(step)
-    yield run

@@ -24,7 +24,7 @@ import types
 from collections import deque
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle, send_handle
@@ -233,15 +233,16 @@ def _quiet() -> Iterator[None]:
         log.disabled = before
 
 
-def open_crew(job: Job, leaves: Sequence[Leaf], options: Options) -> Crew:
+def open_crew(job: Job) -> Crew:
     """Start workers for a job: threads if they were requested, or if Python has no interpreter lock."""
+    leaves, options = job.leaves, job.options
     if options.worker_type == "thread" or (options.worker_type == "auto" and _suits_threads(options)):
         if any(leaf.format in (None, "torch", ITEMS) for leaf in leaves):
             with contextlib.suppress(ImportError):  # not while threads run, which would see a part of it
                 importlib.import_module("torch")
         drawn = global_draws(leaves, options)
         if not any(drawn.values()):
-            return ThreadCrew(job.in_threads(tuple(drawn)), options.num_workers)
+            return ThreadCrew(replace(job, drawing=tuple(drawn)), options.num_workers)
         if options.worker_type == "thread":
             function, generator = next((function, name) for function, name in drawn.items() if name)
             raise MidepochError(

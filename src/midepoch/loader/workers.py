@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from array import array
 from collections import deque
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from time import thread_time
 from typing import Any
@@ -18,13 +18,13 @@ from midepoch.errors import MapError
 from midepoch.loader.batches import BatchMaker
 from midepoch.loader.crew import SHORT, Crew, Job, MainIsGone, WorkerLink, receive_within, report
 from midepoch.loader.options import Options
-from midepoch.loader.plans import MadeBatch, RemainingSteps
+from midepoch.loader.plans import MadeBatch
 from midepoch.loader.processes import compact, open_crew
 from midepoch.order import Shard
 from midepoch.order.intervals import EMPTY, Intervals
 from midepoch.pipeline.engine import Engine
 from midepoch.pipeline.leaf import Leaf
-from midepoch.pipeline.plans import StepPlan, TokenPlan
+from midepoch.pipeline.plans import RemainingSteps, StepPlan, TokenPlan
 from midepoch.pipeline.rows import Bundle, FirstPass, MadeRows, Sizes, make_good, most_rows
 from midepoch.transforms import Batch
 from midepoch.transforms.batch import Encoded
@@ -60,8 +60,7 @@ class BundlePool:
         """Maximum of requests. It grows with every bundle: the first come sooner if not all compete for the cores."""
         self._lanes: dict[_Lane, deque[_Asked]] = {}
         self._sent: list[deque[_Asked | None]] = [deque() for _ in range(options.num_workers)]  # None: not needed
-        job = _BundleJob(tuple(leaves), options.worker_init_fn)
-        self.crew: Crew = open_crew(job, leaves, replace(options, collate_fn=None))
+        self.crew: Crew = open_crew(Job(_BundleWorker, tuple(leaves), replace(options, collate_fn=None, device=None)))
 
     @property
     def is_here(self) -> bool:
@@ -183,22 +182,11 @@ def _initialize(function: Callable[[int], Any] | None, number: int) -> None:
         ) from problem
 
 
-@dataclass(frozen=True)
-class _BundleJob:
-    leaves: tuple[Leaf, ...]
-    init: Callable[[int], Any] | None
-    drawing: tuple[Hashable, ...] | None = None
-
-    def in_threads(self, drawing: tuple[Hashable, ...]) -> Job:
-        return replace(self, drawing=drawing)
-
-    def run(self, link: WorkerLink) -> None:
-        _BundleWorker(link, self).live()
-
-
 class _BundleWorker:
-    def __init__(self, link: WorkerLink, job: _BundleJob) -> None:
-        self._link, self._leaves, self._drawing, self._init = link, job.leaves, job.drawing, job.init
+    """Makes the bundles that it is asked for, one after the other."""
+
+    def __init__(self, link: WorkerLink, job: Job) -> None:
+        self._link, self._job = link, job
         self._engines: dict[int, Engine] = {}
         self._timings = Timings()
         self._reports = TimingReports(self._timings)
@@ -221,12 +209,12 @@ class _BundleWorker:
                 self._link.send((None, None, report(problem, self._link.number)), slot)
 
     def _make(self, bundle: Bundle) -> MadeRows:
-        leaf = self._leaves[bundle.leaf]
-        _initialize(self._init, self._link.number)
-        self._init = None
-        if bundle.leaf not in self._engines:
-            self._engines[bundle.leaf] = Engine(leaf, shared=True, timings=self._timings, drawing=self._drawing)
-        return make_good(self._engines[bundle.leaf], bundle)
+        job, number = self._job, bundle.leaf
+        if not self._engines:
+            _initialize(job.options.worker_init_fn, self._link.number)
+        if number not in self._engines:
+            self._engines[number] = Engine(job.leaves[number], shared=True, timings=self._timings, drawing=job.drawing)
+        return make_good(self._engines[number], bundle)
 
 
 def _compacted(batch: Batch) -> Batch:
@@ -252,7 +240,7 @@ class WorkerPool:
         self._untold: deque[int] = deque()
         # Waking a worker costs 60 µs: half of what it may make ahead is requested at a time.
         self._credit_step = max(1, options.prefetch // 2)
-        self.crew: Crew = open_crew(_BatchJob(leaf, replace(options, device=None)), [leaf], options)
+        self.crew: Crew = open_crew(Job(_BatchWorker, (leaf,), replace(options, device=None)))
         self._owed = [options.prefetch] * len(self.crew)
 
     @property
@@ -329,22 +317,11 @@ class WorkerBatches:
         return True
 
 
-@dataclass(frozen=True)
-class _BatchJob:
-    leaf: Leaf
-    options: Options
-    drawing: tuple[Hashable, ...] | None = None
-
-    def in_threads(self, drawing: tuple[Hashable, ...]) -> Job:
-        return replace(self, drawing=drawing)
-
-    def run(self, link: WorkerLink) -> None:
-        _BatchWorker(link, self).live()
-
-
 class _BatchWorker:
-    def __init__(self, link: WorkerLink, job: _BatchJob) -> None:
-        self._link, self._leaf, self._options, self._drawing = link, job.leaf, job.options, job.drawing
+    """Makes its steps of the last plan it received."""
+
+    def __init__(self, link: WorkerLink, job: Job) -> None:
+        self._link, self._leaf, self._options, self._drawing = link, job.leaves[0], job.options, job.drawing
         self._run = 0
         self._slots: deque[int] = deque()
         self._plan: StepPlan | None = None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -41,14 +40,6 @@ class BlockUses:
     first: Int64Array
     last: Int64Array
     lane: Int64Array
-
-
-class _Permute(Protocol):
-    """Bijection on range(rows), from sequence indices to chosen rows, with its inverse."""
-
-    def __call__(self, sequence: Int64Array) -> Int64Array: ...
-
-    def inverse(self, chosen: Int64Array) -> Int64Array: ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,7 +82,7 @@ class EpochOrder:
     def __init__(self, order: Order, epoch: int, layout: SourceLayout) -> None:
         self._order, self._n, self._layout = order, len(order), layout
         shuffle = order.shuffle
-        self._permute: _Permute | None = None
+        self._permute: RowShuffle | WindowShuffle | UnitShuffle | None = None
         self._drawn: Draws | DrawnOnce | None = None
         if shuffle is None or not self._n:
             return

@@ -181,29 +181,18 @@ def are_weights(weights: Sequence[Any]) -> bool:
     return any(weights) and all(isinstance(weight, (int, float)) and 0 <= weight < 1e300 for weight in weights)
 
 
-def flatten(at: FlowAt, shape: list[int]) -> list[Any]:
-    """Return the numbers of a cursor, in the order of ``listed(at, counts=True)``.
+def flatten(value: Any) -> list[Any]:
+    """Return the numbers in nested lists, in order."""
+    return [number for inner in value for number in flatten(inner)] if isinstance(value, list) else [value]
 
-    ``shape``: receives what may change from step to step besides numbers: parts of a concatenation, and changed mixes.
-    """
+
+def keeps_shape(at: FlowAt) -> bool:
+    """Return True if only numbers change from step to step: not the part of a concatenation, nor held weights."""
     if isinstance(at, StageAt):
-        return [*flatten(at.before, shape), at.delivered, *([] if at.key is None else [at.key])]
-    if isinstance(at, ConcatAt):
-        values = [at.number, *flatten(at.at, shape), *at.kept]
-        shape += (at.number, len(at.kept))
-        return values
-    if isinstance(at, ZipAt):
-        return [value for part in at.parts for value in flatten(part, shape)]
-    if isinstance(at, RowAt):
-        return listed(at, counts=True)
-    values = [at.position, at.change]
-    for part in at.parts:
-        values += (part.run, part.stage, *flatten(part.at, shape))
-    values += () if at.clock is None else (at.segment, at.clock)
-    if (held := at.held) is not None:
-        shape.append(len(held.weights))
-        values += (held.until, *held.weights, *held.parts, held.rows)
-    return values
+        return keeps_shape(at.before)
+    if isinstance(at, MixAt):
+        return at.held is None and all(keeps_shape(part.at) for part in at.parts)
+    return all(map(keeps_shape, at.parts)) if isinstance(at, ZipAt) else isinstance(at, RowAt)
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from midepoch.pipeline.chunk import (
     joined,
     materialize,
 )
-from midepoch.pipeline.cursor import ConcatAt, FlowAt, MixAt, PartAt, RowAt, ZipAt, flatten
+from midepoch.pipeline.cursor import ConcatAt, FlowAt, MixAt, PartAt, RowAt, ZipAt, flatten, listed
 from midepoch.pipeline.node import Concat, Mix
 from midepoch.transforms import Batch
 
@@ -371,7 +371,7 @@ class Draw:
                     head: Any = run, stage
                 else:  # before the first output, or after the last
                     part = self.at(int(counts[places[0]]))
-                    head, inner = (part.run, part.stage), np.array(flatten(part.at, []))
+                    head, inner = (part.run, part.stage), np.array(flatten(listed(part.at, counts=True)))
                 width = 2 + inner.shape[-1]
                 if found is None:
                     found = np.empty((len(counts), width), np.int64)

@@ -6,10 +6,10 @@ positions 2 to 5 excluded, step 0 has the positions 0, 1, 6 and 7.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -69,71 +69,6 @@ class Asked(NamedTuple):
     rows: Int64Array | None = None
 
 
-class StepPlan(Protocol):
-    """The global batches from a cursor of an epoch on. Step 0 is the first of them."""
-
-    @property
-    def epoch(self) -> int: ...
-
-    @property
-    def rows(self) -> int:
-        """Rows from which padding is taken."""
-
-    @property
-    def done(self) -> Intervals:
-        """Units after the start that are not delivered."""
-
-    @property
-    def first_lane(self) -> LaneCursor:
-        """The cursor of its only lane at the start."""
-
-    def has(self, step: int) -> bool:
-        """Return True if there is such a step, for some rank."""
-
-    def has_for(self, step: int, shard: Shard) -> bool:
-        """Return True if there is such a step, with a batch for this rank."""
-
-    def share(self, shard: Shard) -> int:
-        """Return the number of batches of one rank: all, unless the last one has no row for it."""
-
-    def count_known(self) -> bool:
-        """Return True if the number of steps is known without work."""
-
-    def ask(self, steps: Sequence[int], shard: Shard) -> Asked:
-        """Return the positions of a rank for several steps, which ascend by the same number."""
-
-    def batch_rows(self, shard: Shard) -> int:
-        """Return the approximate number of rows of a batch of a rank."""
-
-    def first_position(self, step: int) -> int:
-        """Return a position such that all rows of this and later steps are after it."""
-
-    def place(self, step: int) -> str:
-        """Return where the rows of a step are, in words."""
-
-    def cursor(self, step: int) -> Cursor:
-        """Return the cursor after a step. Step -1 is before the first."""
-
-    @property
-    def end_cursor(self) -> Cursor:
-        """The cursor after the last step."""
-
-    def turns(self, steps: Int64Array) -> Int64Array:
-        """Return the units of all ranks before each step, of those that are left to deliver."""
-
-    def units(self, first: int, stop: int) -> Intervals:
-        """Return the units of all ranks in steps ``first`` to ``stop``."""
-
-    def left_out(self, ranks: int) -> int:
-        """Return the number of ranks for which the last step has no row, as far as it is known."""
-
-    def known(self, rows: int) -> int:
-        """Return the unit at the end, if it is known or can be counted by at most so many rows, else UNKNOWN."""
-
-    def rows_before(self, units: int) -> int:
-        """Return the rows of the epoch before a unit."""
-
-
 @dataclass(frozen=True)
 class Plan:
     """Global batches of rows. Its numbers ``start`` and ``end`` count the positions that remain, without ``done``.
@@ -185,6 +120,7 @@ class Plan:
 
     @property
     def first_lane(self) -> LaneCursor:
+        """The cursor of its only lane at the start."""
         return self.lane
 
     def __len__(self) -> int:
@@ -197,6 +133,7 @@ class Plan:
         return steps + (self.sizes.before(steps) < stop) - self.first_step
 
     def count_known(self) -> bool:
+        """Return True if the number of steps is known without work."""
         return True
 
     def _first(self, step: int) -> int:
@@ -206,15 +143,18 @@ class Plan:
         return self.start + self.sizes.before(self.first_step + step) - self.sizes.before(self.first_step)
 
     def has(self, step: int) -> bool:
+        """Return True if there is such a step, for some rank."""
         return self._first(step) < self.end
 
     def has_for(self, step: int, shard: Shard) -> bool:
+        """Return True if there is such a step, with a batch for this rank."""
         return self.has(step) and bool(len(shard.positions(self._first(step), self._reach(step))))
 
     def _bounds(self, step: int) -> tuple[int, int]:
         return self._first(step), min(self._first(step + 1), self.end)
 
     def cursor(self, step: int) -> Cursor:
+        """Return the cursor after a step. Step -1 is before the first."""
         return self._cursor(step + 1) if step >= 0 else self._cursor_at(self.lane, 0)
 
     def _cursor(self, steps: int) -> Cursor:
@@ -227,6 +167,7 @@ class Plan:
 
     @property
     def end_cursor(self) -> Cursor:
+        """The cursor after the last step."""
         return self._cursor(len(self))
 
     def _reach(self, step: int) -> int:
@@ -234,10 +175,12 @@ class Plan:
         return self._first(step + 1) if self.padded else self._bounds(step)[1]
 
     def share(self, shard: Shard) -> int:
+        """Return the number of batches of one rank: all, unless the last one has no row for it."""
         steps = len(self)
         return steps - (steps > 0 and not self.has_for(steps - 1, shard))
 
     def ask(self, steps: Sequence[int], shard: Shard) -> Asked:
+        """Return the positions of a rank for several steps, which ascend by the same number."""
         if len(steps) == 1 or steps[1] == steps[0] + 1:
             begin = self._first(steps[0])
             numbers, before = shard.positions(begin, self._reach(steps[-1])), shard.before(begin)
@@ -259,33 +202,41 @@ class Plan:
         return self._reach(len(self) - 1) - self.end if len(self) else 0
 
     def batch_rows(self, shard: Shard) -> int:
+        """Return the approximate number of rows of a batch of a rank."""
         return -(-self.global_batch // shard.count)
 
     def first_position(self, step: int) -> int:
+        """Return a position such that all rows of this and later steps are after it."""
         return self.done.remaining(self._first(step))
 
     def place(self, step: int) -> str:
+        """Return where the rows of a step are, in words."""
         first, stop = self._bounds(step)
         return f"positions {self.done.remaining(first):,} to {self.done.remaining(stop - 1):,}"
 
     def turns(self, steps: Int64Array) -> Int64Array:
+        """Return the units of all ranks before each step, of those that are left to deliver."""
         if self.sizes is None:
             return np.minimum(self.start + steps * self.global_batch, self.end)
         return np.array([min(self._first(step), self.end) for step in steps.tolist()], dtype=np.int64)
 
     def units(self, first: int, stop: int) -> Intervals:
+        """Return the units of all ranks in steps ``first`` to ``stop``."""
         low, high = self._first(first), min(self._first(stop), self.end)
         if high <= low:
             return EMPTY
         return Intervals.of(self.done.remaining(low), self.done.remaining(high - 1) + 1).minus(self.done)
 
     def known(self, rows: int) -> int:  # noqa: ARG002
+        """Return the unit at the end, if it is known or can be counted by at most so many rows, else UNKNOWN."""
         return self.rows
 
     def rows_before(self, units: int) -> int:
+        """Return the rows of the epoch before a unit."""
         return units
 
     def left_out(self, ranks: int) -> int:
+        """Return the number of ranks for which the last step has no row, as far as it is known."""
         return 0 if self.padded or not len(self) else max(0, ranks - (self.end - self._bounds(len(self) - 1)[0]))
 
 
@@ -466,3 +417,62 @@ class TokenPlan:
 
     def rows_before(self, units: int) -> int:
         return self.batches.rows_before(units)
+
+
+class RemainingSteps:
+    """The steps of a plan without those that are acknowledged. Step i is the i-th that remains."""
+
+    def __init__(self, plan: Any, acked: Intervals) -> None:
+        self.whole, self.acked = plan, acked
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or name == "whole":  # before it is set, while it is unpickled
+            raise AttributeError(name)
+        return getattr(self.whole, name)
+
+    def _step(self, number: int) -> int:
+        """Return the number in the plan of a step that remains."""
+        return self.acked.remaining(number) if number >= 0 else number
+
+    def has(self, step: int) -> bool:
+        return bool(self.whole.has(self._step(step)))
+
+    def has_for(self, step: int, shard: Shard) -> bool:
+        return bool(self.whole.has_for(self._step(step), shard))
+
+    def share(self, shard: Shard) -> int:
+        return self.acked.before(int(self.whole.share(shard)))
+
+    def ask(self, steps: Sequence[int], shard: Shard) -> Asked:
+        parts = [self.whole.ask(run, shard) for run in _runs([self._step(step) for step in steps])]
+        if len(parts) == 1:
+            return parts[0]  # type: ignore[no-any-return]
+        offsets = [0, *accumulate(len(part.positions) for part in parts)]
+        ends = [0, *(offset + end for part, offset in zip(parts, offsets, strict=False) for end in part.ends[1:])]
+        genuine = None if parts[-1].genuine is None else offsets[-2] + parts[-1].genuine  # padding is in the last step
+        known = [part.rows for part in parts if part.rows is not None]
+        rows = np.concatenate(known) if len(known) == len(parts) else None
+        return Asked(np.concatenate([part.positions for part in parts]), ends, genuine, rows)
+
+    def first_position(self, step: int) -> int:
+        return int(self.whole.first_position(self._step(step)))
+
+    def place(self, step: int) -> str:
+        return str(self.whole.place(self._step(step)))
+
+    def cursor(self, step: int) -> Cursor:
+        return self.whole.cursor(self._step(step))  # type: ignore[no-any-return]
+
+
+def _runs(steps: Sequence[int]) -> Iterator[list[int]]:
+    """Yield runs of consecutive steps."""
+    run: list[int] = []
+    for step in steps:
+        if run and step != run[-1] + 1:
+            yield run
+            run = []
+        run.append(step)
+    yield run
+
+
+StepPlan = Plan | TokenPlan | RemainingSteps
