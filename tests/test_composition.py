@@ -18,7 +18,7 @@ import pytest
 import midepoch
 from compositions import SCHEDULE, Case, rows_from
 from midepoch.audit import Ledger, read_run
-from midepoch.loader.options import FEATURES, MEANINGLESS, table
+from midepoch.loader.options import FEATURES, MEANINGLESS
 
 PAIRS = [pair for pair in combinations(FEATURES, 2) if frozenset(pair) not in MEANINGLESS]
 
@@ -113,6 +113,23 @@ def test_what_means_nothing_is_said(pair: tuple[str, str]) -> None:
     else:  # a mix has no positions: its batches by tokens are formed at run time
         mix = midepoch.mix({"a": rows_from(0, 14), "b": rows_from(100, 10)}, [1, 1], seed=2)
         assert mix.loader(max_tokens=40, length="length").options.planning is None
+
+
+def table() -> str:
+    """Return all pairs as a table in Markdown, with the reasons below it."""
+    names = list(FEATURES)
+    reasons = list(dict.fromkeys(MEANINGLESS.values()))
+    lines = ["| | " + " | ".join(f"{number}" for number in range(1, len(names))) + " |"]
+    lines.append("|" + "---|" * len(names))
+    for row, name in enumerate(names[1:], 2):
+        cells = []
+        for column in names[: row - 1]:
+            reason = MEANINGLESS.get(frozenset({name, column}))
+            cells.append("✓" if reason is None else f"[{'abcdefgh'[reasons.index(reason)]}](#no-meaning)")
+        cells += [""] * (len(names) - 1 - len(cells))
+        lines.append(f"| {row} {name} | " + " | ".join(cells) + " |")
+    notes = [f"- **{'abcdefgh'[number]}**: {reason}" for number, reason in enumerate(reasons)]
+    return "\n".join([*lines, "", "## No meaning", "", *notes])
 
 
 def test_the_page_shows_the_table_of_the_code() -> None:

@@ -78,23 +78,6 @@ def meaningless(one: str, other: str) -> ValueError:
     return ValueError(f"{one} and {other}: {MEANINGLESS[frozenset({one, other})]}")
 
 
-def table() -> str:
-    """Return all pairs as a table in Markdown, with the reasons below it."""
-    names = list(FEATURES)
-    reasons = list(dict.fromkeys(MEANINGLESS.values()))
-    lines = ["| | " + " | ".join(f"{number}" for number in range(1, len(names))) + " |"]
-    lines.append("|" + "---|" * len(names))
-    for row, name in enumerate(names[1:], 2):
-        cells = []
-        for column in names[: row - 1]:
-            reason = MEANINGLESS.get(frozenset({name, column}))
-            cells.append("✓" if reason is None else f"[{'abcdefgh'[reasons.index(reason)]}](#no-meaning)")
-        cells += [""] * (len(names) - 1 - len(cells))
-        lines.append(f"| {row} {name} | " + " | ".join(cells) + " |")
-    notes = [f"- **{'abcdefgh'[number]}**: {reason}" for number, reason in enumerate(reasons)]
-    return "\n".join([*lines, "", "## No meaning", "", *notes])
-
-
 _AHEAD_BYTES = 16 << 20
 LAST_BATCH = ("drop", "pad", "uneven")
 WORKER_TYPES = ("auto", "process", "thread")

@@ -115,67 +115,46 @@ def apart(field: str, text: str) -> CheckpointMismatchError:
     return problem
 
 
-_TYPES: dict[str, tuple[type, ...]] = {
-    "epoch": (int,),
-    "position": (int,),
-    "steps": (int,),
-    "unit": (str,),
-    "first": (int,),
-    "cursor": (list,),
-    "data": (str,),
-    "rows": (int,),
-    "selection": (str,),
-    "scope": (str,),
-    "seed": (int, type(None)),
-    "window": (int, type(None)),
-    "aligned": (bool,),
-    "weights": (str,),
-    "lanes": (int,),
-    "pipeline": (str,),
-    "arguments": (str,),
-    "parts": (list,),
-    "more": (list,),
-    "budget": (str,),
-    "changes": (list,),
-    "excluded": (list,),
-    "groups": (int,),
-    "epoch_outputs": (int,),
-    "global_seed": (int, type(None)),
-    "leased": (list,),
-    "branches": (str,),
-    "worker": (int,),
-    "workers": (int,),
-    "shards": (int,),
-    "round": (int,),
-    "batch": (int,),
-    "shard": (int, type(None)),
+_REQUIRED: Any = ...
+_FIELDS: dict[str, tuple[tuple[type, ...], Any]] = {
+    "epoch": ((int,), _REQUIRED),
+    "position": ((int,), _REQUIRED),
+    "steps": ((int,), 0),
+    "unit": ((str,), _REQUIRED),
+    "first": ((int,), 0),
+    "cursor": ((list,), _REQUIRED),
+    "data": ((str,), _REQUIRED),
+    "rows": ((int,), _REQUIRED),
+    "selection": ((str,), _REQUIRED),
+    "scope": ((str,), _REQUIRED),
+    "seed": ((int, type(None)), _REQUIRED),
+    "window": ((int, type(None)), _REQUIRED),
+    "aligned": ((bool,), False),
+    "weights": ((str,), ""),
+    "lanes": ((int,), _REQUIRED),
+    "pipeline": ((str,), _REQUIRED),
+    "arguments": ((str,), ""),
+    "parts": ((list,), []),
+    "more": ((list,), []),
+    "budget": ((str,), ""),
+    "changes": ((list,), []),
+    "excluded": ((list,), []),
+    "groups": ((int,), 0),
+    "epoch_outputs": ((int,), 0),
+    "global_seed": ((int, type(None)), None),
+    "leased": ((list,), []),
+    "branches": ((str,), ""),
+    "worker": ((int,), 0),
+    "workers": ((int,), 0),
+    "shards": ((int,), 1),
+    "round": ((int,), 0),
+    "batch": ((int,), 0),
+    "shard": ((int, type(None)), None),
 }
-FIELDS = frozenset(_TYPES) - {"more"}
+"""The types of each field, and its value if a state has none."""
+FIELDS = frozenset(_FIELDS) - {"more"}
 IN_MORE = ("budget", "changes", "excluded", "groups", "epoch_outputs", "global_seed", "leased", "branches")
 """Fields that few states have."""
-_DEFAULTS: dict[str, Any] = {
-    "steps": 0,
-    "first": 0,
-    "more": [],
-    "budget": "",
-    "aligned": False,
-    "weights": "",
-    "arguments": "",
-    "parts": [],
-    "changes": [],
-    "excluded": [],
-    "groups": 0,
-    "epoch_outputs": 0,
-    "global_seed": None,
-    "leased": [],
-    "branches": "",
-    "worker": 0,
-    "workers": 0,
-    "shards": 1,
-    "round": 0,
-    "batch": 0,
-    "shard": None,
-}
 _MOST_LANES = 1 << 16
 _DEEPEST = 100
 """Levels of a description: one for each mix in a mix."""
@@ -404,11 +383,11 @@ def parse(state: Any) -> Saved:
     more = _pairs(state.get("more", []), "more")
     if unknown := more.keys() & (FIELDS - set(IN_MORE)):
         raise unreadable(f"'more' has {min(unknown)!r}")
-    fields = {**_DEFAULTS, **state, **more}
-    for name, types in _TYPES.items():
-        value = fields.get(name, ...)
+    fields = {**{name: default for name, (_, default) in _FIELDS.items()}, **state, **more}
+    for name, (types, _) in _FIELDS.items():
+        value = fields[name]
         if (isinstance(value, bool) and types != (bool,)) or not isinstance(value, types):
-            what = "is missing" if value is ... else f"is {brief(value)}"
+            what = "is missing" if value is _REQUIRED else f"is {brief(value)}"
             raise unreadable(f"{name!r} {what}, expected {types[0].__name__}")
         if isinstance(value, int) and not 0 <= value < (2**64 if name.endswith("seed") else LARGEST):
             raise unreadable(f"{name!r} is {value}")
