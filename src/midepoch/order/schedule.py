@@ -303,9 +303,9 @@ class Schedule:
 
         YAML requires PyYAML, which is in the extra ``midepoch[cli]``.
         """
-        from midepoch.order import schedule_files
+        from midepoch._internal import plain_files
 
-        given = schedule_files.read(path)
+        given = plain_files.read(path)
         try:
             return Schedule.from_dict(given)
         except (TypeError, ValueError) as problem:
@@ -313,9 +313,9 @@ class Schedule:
 
     def save(self, path: str | PathLike[str]) -> None:
         """Write the schedule to a .yaml, .yml or .json file, atomically."""
-        from midepoch.order import schedule_files
+        from midepoch._internal import plain_files
 
-        schedule_files.write(path, self.to_dict())
+        plain_files.write(path, self.to_dict())
 
     @cached_property
     def text(self) -> str:
