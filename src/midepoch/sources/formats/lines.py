@@ -24,7 +24,7 @@ import pyarrow as pa
 
 from midepoch.errors import FormatError
 from midepoch.sources.formats import Block, Scanned
-from midepoch.sources.formats.compressed import can_be_fetched, compression, contents, decompressed, skip
+from midepoch.sources.formats.compressed import can_be_fetched, compression, contents, read_ranges, skip
 from midepoch.sources.schemas import MIXED_REMEDY, lacking, nulls, widest
 from midepoch.storage.damage import DamageError, is_damage
 from midepoch.storage.stores import Entry, Store
@@ -456,7 +456,7 @@ class FilePieces:
 
 def read_rows(store: Store, block: Block) -> bytes:
     """Return the bytes of a block without the rows that the index marks as broken."""
-    data = _read_range(store, block)
+    (data,) = read_ranges(store, block, [(block.offset, block.end)])
     stop = block.offset + len(data)
     ranges = [
         (a - block.offset, b - block.offset) for a, b in about_rows(block.footer)["broken"] if block.offset <= a < stop
@@ -469,14 +469,3 @@ def about_rows(footer: bytes) -> dict[str, Any]:
     """Return what a dialect needs to decode blocks, and the byte ranges of broken rows."""
     about: dict[str, Any] = json.loads(footer)
     return about
-
-
-def _read_range(store: Store, block: Block) -> bytes:
-    if compression(block.entry.path) is None:
-        with store.open(block.entry) as file:
-            end = file.size if block.end is None else block.end
-            data = file.read_at(end - block.offset, block.offset)
-            if len(data) != end - block.offset:
-                raise OSError(f"{len(data)} bytes were received where {end - block.offset} were requested")
-            return data
-    return decompressed(store, block)
