@@ -23,7 +23,7 @@ import pyarrow as pa
 
 from midepoch.errors import FormatError
 from midepoch.sources.fingerprints import sample, sample_bodies, sample_buffers
-from midepoch.sources.formats import Block, Chains, Format, Scanned, table_of
+from midepoch.sources.formats import Block, Chains, FileContents, Format, Scanned, table_of
 from midepoch.sources.formats.arrow_messages import (
     CONTINUATION,
     DAMAGE,
@@ -354,7 +354,12 @@ class ArrowFormat(Format):
 
     def decode(self, store: Store, block: Block, schema: pa.Schema, columns: Sequence[str]) -> pa.Table:
         with store.open(block.entry) as file:
-            batch = BatchReader(file.read_at, file.size).read(block.offset, block.end, block.dictionaries)
-        available = set(batch.schema.names)
-        present = [name for name in columns if name in available]
-        return table_of(present, [plain_array(batch.column(name)) for name in present], batch.num_rows)
+            return decoded_batch(FileContents(file.read_at, file.size), block, columns)
+
+
+def decoded_batch(file: FileContents, block: Block, columns: Sequence[str]) -> pa.Table:
+    """Return those of the columns that a record batch of a file has, with plain values."""
+    batch = BatchReader(*file).read(block.offset, block.end, block.dictionaries)
+    available = set(batch.schema.names)
+    present = [name for name in columns if name in available]
+    return table_of(present, [plain_array(batch.column(name)) for name in present], batch.num_rows)

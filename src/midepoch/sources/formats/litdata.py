@@ -16,10 +16,10 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from midepoch.errors import CorruptBlockError, DataNotFoundError, FormatError
+from midepoch.errors import CorruptBlockError, FormatError
 from midepoch.sources.fingerprints import BEGINNING, fingerprint
-from midepoch.sources.formats import Block, Format, Member, Scanned
-from midepoch.sources.formats.arrow_ipc import BatchReader, walk
+from midepoch.sources.formats import Block, FileContents, Format, Member, Scanned
+from midepoch.sources.formats.arrow_ipc import decoded_batch, walk
 from midepoch.sources.formats.litdata_leaves import dtype_of, leaf_encoding, parsed_tree
 from midepoch.sources.formats.records import (
     Bytes,
@@ -27,8 +27,8 @@ from midepoch.sources.formats.records import (
     Int64Array,
     ShardFile,
     Values,
+    block_starts,
     columns_of,
-    cut,
     damaged_offset,
     decoded,
     fixed_arrays,
@@ -36,8 +36,8 @@ from midepoch.sources.formats.records import (
     naming,
     offsets_in,
     packed_footer,
-    set_blocks,
-    shard_files,
+    scanned,
+    shard_members,
 )
 from midepoch.sources.formats.tokens import COLUMN
 from midepoch.sources.manifests import inside, read_manifest
@@ -74,8 +74,8 @@ class LitDataFormat(Format):
                 raise FormatError(f"{name}: its first bytes do not match its index.json. Copy or download it again.")
             if framed:
                 found = _scan_frames(chunk, about, head)
-            elif (rows := _arrow_range(chunk, about)) is not None:
-                found = _scan_arrow(chunk, about, *rows)
+            elif (rows := _arrow_file(chunk, about)) is not None:
+                found = _scan_arrow(chunk, about, rows)
                 described["arrow"] = found.fingerprint
             else:
                 found = _scan_samples(chunk, about, head)
@@ -85,17 +85,18 @@ class LitDataFormat(Format):
         return found
 
     def decode(self, store: Store, block: Block, schema: pa.Schema, columns: Sequence[str]) -> pa.Table:
-        assert block.end is not None
         about, offsets = footer_parts(block.footer)
         with store.open(block.entry) as file:
             chunk = ShardFile(file, store.name(block.entry.path), about["codec"])
             if about["layout"] == "arrow":
-                return _arrow_rows(chunk, about, block, offsets, columns)
-            first, stop = block.offset, block.end
-            data = _read_samples(chunk, about, offsets, first, stop)
-        decodes = _columns(chunk.name, about, data, offsets[first : stop + 1] - offsets[first], first)
+                rows = _arrow_file(chunk, about)
+                if rows is None:
+                    raise CorruptBlockError(f"{chunk.name}: it does not end with {_ARROW_MAGIC!r}.")
+                return decoded_batch(rows, block, columns)
+            assert block.end is not None
+            decodes = _columns(chunk, about, offsets, block.offset, block.end)
         own = {name: decodes[name] for name in columns if name in decodes}
-        return decoded(chunk.name, first, own, stop - first, about["kinds"])
+        return decoded(chunk.name, block.offset, own, block.end - block.offset, about["kinds"])
 
 
 def _scan_samples(chunk: ShardFile, about: dict[str, Any], head: bytes) -> Scanned:
@@ -104,7 +105,7 @@ def _scan_samples(chunk: ShardFile, about: dict[str, Any], head: bytes) -> Scann
         raise damaged_offset(chunk.name, about["samples"] - 1)
     if about["layout"] == "tokens" and about["block"] is not None:
         offsets = _token_blocks(chunk.name, about, int(offsets[0]), int(offsets[-1]))
-    return _described(chunk, about, offsets, cut(offsets, chunk.codec))
+    return scanned(_schema(chunk, about, offsets), about, offsets, block_starts(offsets, chunk.codec))
 
 
 def _token_blocks(name: str, about: dict[str, Any], start: int, end: int) -> Int64Array:
@@ -144,28 +145,20 @@ def _scan_frames(chunk: ShardFile, about: dict[str, Any], head: bytes) -> Scanne
         sample, end = first + size, at + packed
     if sample != samples or (np.diff(offsets) < 0).any():
         raise damaged_offset(chunk.name, sample)
-    groups = cut(offsets[[frame[0] for frame in frames] + [samples]], None)
-    firsts = [frames[group][0] for group in groups]
-    return _described(chunk, {**about, "layout": "framed", "frames": frames}, offsets, firsts)
+    groups = block_starts(offsets[[frame[0] for frame in frames] + [samples]], None)
+    about = {**about, "layout": "framed", "frames": frames}
+    return scanned(_schema(chunk, about, offsets), about, offsets, [frames[group][0] for group in groups])
 
 
-def _described(chunk: ShardFile, about: dict[str, Any], offsets: Int64Array, firsts: Sequence[int]) -> Scanned:
-    """Return the scan of blocks that begin with these samples. Types are those of the first sample."""
-    first = offsets[:2] - offsets[0]
-    data = _read_samples(chunk, about, offsets, 0, 1) if len(offsets) > 1 else np.empty(0, np.uint8)
-    schema = decoded(chunk.name, 0, _columns(chunk.name, about, data, first, 0), len(first) - 1).schema
-    found = Scanned(schema, decoded_bytes=float(offsets[-1] - offsets[0]))
-    set_blocks(found, firsts, len(offsets) - 1)
-    kept = ("leaves", "spec", "level", "codec", "layout", "block", "arrow", "frames")
-    footer = {key: about[key] for key in kept if key in about}
-    kinds = {field.name: str(field.type) for field in schema}
-    found.footer = packed_footer({**footer, "samples": len(offsets) - 1, "kinds": kinds}, offsets)
-    return found
+def _schema(chunk: ShardFile, about: dict[str, Any], offsets: Int64Array) -> pa.Schema:
+    """Return the types of the first sample."""
+    rows = min(1, len(offsets) - 1)
+    return decoded(chunk.name, 0, _columns(chunk, about, offsets, 0, rows), rows).schema
 
 
 def _read_samples(chunk: ShardFile, about: dict[str, Any], offsets: Int64Array, first: int, stop: int) -> Bytes:
     """Return the bytes of some samples."""
-    if about["layout"] != "framed":
+    if about["layout"] != "framed" or first == stop:
         return chunk.read(int(offsets[first]), int(offsets[stop]))
     frames = [frame for frame in about["frames"] if frame[0] < stop and frame[0] + frame[1] > first]
     begin, end = frames[0][2], frames[-1][2] + frames[-1][3]
@@ -183,19 +176,20 @@ def _read_samples(chunk: ShardFile, about: dict[str, Any], offsets: Int64Array, 
 
 
 def _columns(
-    name: str, about: dict[str, Any], data: Bytes, offsets: Int64Array, first: int
+    chunk: ShardFile, about: dict[str, Any], offsets: Int64Array, first: int, stop: int
 ) -> dict[str, Callable[[], pa.Array]]:
     """Return functions that decode the columns of some samples."""
     encodings = [leaf_encoding(text) for text in about["leaves"]]
+    data, offsets = _read_samples(chunk, about, offsets, first, stop), offsets[first : stop + 1] - offsets[first]
     if about["layout"] == "tokens":
         values, block = Values(data, offsets[:-1], np.diff(offsets)), about["block"]
         if block is None:
             return {COLUMN: partial(encodings[0], values)}
-        return {COLUMN: partial(fixed_arrays, values, _token_type(name, about), (block,))}
-    tree = parsed_tree(about["spec"], len(encodings), name).columns()
+        return {COLUMN: partial(fixed_arrays, values, _token_type(chunk.name, about), (block,))}
+    tree = parsed_tree(about["spec"], len(encodings), chunk.name).columns()
     if about["level"] == "sample":
-        data, offsets = _decompressed(name, data, offsets, first)
-    with naming(name, first):
+        data, offsets = _decompressed(chunk.name, data, offsets, first)
+    with naming(chunk.name, first):
         leaves = columns_of(data, offsets, [None] * len(encodings))
     arrays = [partial(encoding, values) for encoding, values in zip(encodings, leaves, strict=True)]
     return {column: partial(node.array, arrays, len(offsets) - 1) for column, node in tree.items()}
@@ -215,8 +209,8 @@ def _decompressed(name: str, data: Bytes, offsets: Int64Array, first: int) -> tu
     return np.frombuffer(b"".join(parts), np.uint8), ends
 
 
-def _arrow_range(chunk: ShardFile, about: dict[str, Any]) -> tuple[int, int] | None:
-    """Return the start and the length of the Arrow file before the last 12 bytes of a chunk, None if there is none."""
+def _arrow_file(chunk: ShardFile, about: dict[str, Any]) -> FileContents | None:
+    """Return the Arrow file before the last 12 bytes of a chunk, None if there is none."""
     if chunk.codec is not None:
         if not about["arrow"]:  # it need not be decompressed
             return None
@@ -230,54 +224,25 @@ def _arrow_range(chunk: ShardFile, about: dict[str, Any]) -> tuple[int, int] | N
     start = chunk.size - _ARROW_TAIL - length
     if start < 0:
         raise FormatError(f"{chunk.name}: the length of its rows is damaged. Copy or download it again.")
-    return start, length
 
-
-def _arrow_reader(chunk: ShardFile, start: int, length: int) -> Callable[[int, int], bytes]:
     def read(size: int, at: int) -> bytes:
         stop = min(at + size, length)
         return chunk.read(start + at, start + stop).tobytes() if stop > at else b""
 
-    return read
+    return FileContents(read, length)
 
 
-def _scan_arrow(chunk: ShardFile, about: dict[str, Any], start: int, length: int) -> Scanned:
-    """Scan the Arrow file in a chunk. Blocks are runs of record batches."""
-    found = walk(chunk.name, _arrow_reader(chunk, start, length), length, skip_damage=False)
+def _scan_arrow(chunk: ShardFile, about: dict[str, Any], rows: FileContents) -> Scanned:
+    """Scan the Arrow file in a chunk. Blocks are its record batches."""
+    found = walk(chunk.name, *rows, skip_damage=False)
     if sum(found.rows) != about["samples"]:
         raise FormatError(
             f"{chunk.name}: it has {sum(found.rows)} rows, its index.json says {about['samples']}. Copy or download it "
             "again."
         )
-    ends = np.array([*found.offsets, length], dtype=np.int64)
-    rows = [0, *np.cumsum(found.rows).tolist()]
-    scan = Scanned(found.schema, nullable=found.nullable, dictionaries=found.dictionaries)
-    scan.fingerprint, scan.decoded_bytes = found.fingerprint, float(length)
-    set_blocks(scan, [rows[i] for i in cut(ends, chunk.codec)], rows[-1])
-    kept = {key: about[key] for key in ("codec", "arrow", "leaves", "spec")}
-    scan.footer = packed_footer({**kept, "layout": "arrow", "batches": rows, "samples": len(found.rows)}, ends)
-    return scan
-
-
-def _arrow_rows(
-    chunk: ShardFile, about: dict[str, Any], block: Block, ends: Int64Array, columns: Sequence[str]
-) -> pa.Table:
-    """Return these columns of a block, which is one range read."""
-    found = _arrow_range(chunk, about)
-    if found is None:
-        raise CorruptBlockError(f"{chunk.name}: it does not end with {_ARROW_MAGIC!r}.")
-    whole = _arrow_reader(chunk, *found)
-    first, stop = about["batches"].index(block.offset), about["batches"].index(block.end)
-    begin, end = int(ends[first]), int(ends[stop])
-    data = whole(end - begin, begin)
-
-    def read(size: int, at: int) -> bytes:
-        return data[at - begin : at - begin + size] if begin <= at and at + size <= end else whole(size, at)
-
-    reader = BatchReader(read, found[1])
-    batches = [reader.read(int(ends[i]), int(ends[i + 1]), block.dictionaries) for i in range(first, stop)]
-    table = pa.Table.from_batches(batches)
-    return table.select([name for name in columns if name in table.schema.names])
+    found.decoded_bytes = float(rows.size)
+    found.footer = packed_footer({**about, "layout": "arrow"}, np.empty(0, np.int64))
+    return found
 
 
 def _members(store: Store, manifest: Entry, block_size: int | None) -> list[Member]:
@@ -285,30 +250,23 @@ def _members(store: Store, manifest: Entry, block_size: int | None) -> list[Memb
     config, chunks = contents.get("config"), contents["chunks"]
     if not isinstance(config, dict):
         raise FormatError(f"{name}: it has no 'config'. Copy or download it again.")
-    if not chunks:
-        raise DataNotFoundError(f"{name} names no chunks. Check the program that wrote it.")
     if wrong := [number for number, chunk in enumerate(chunks) if not isinstance(chunk, dict)]:
         text = f"{name}: the entry of chunk {wrong[0]} is not a dict: {chunks[wrong[0]]!r:.60}. Write it again."
         raise FormatError(text)
     common = _common(name, config, chunks, block_size)
     codec = str(config.get("compression") or "") or None
-    abouts, files = [], []
-    for number, chunk in enumerate(chunks):
-        try:
-            filename, samples, size, dim = chunk["filename"], chunk["chunk_size"], chunk["chunk_bytes"], chunk["dim"]
-            about = {**common, "samples": int(samples), "bytes": int(size), "dim": None if dim is None else int(dim)}
-        except (KeyError, TypeError, ValueError) as problem:
-            text = f"{name}: the entry of chunk {number} is invalid: {problem!r}. Write it again."
-            raise FormatError(text) from None
-        about["packed"] = codec is not None and f".{codec}." in str(filename)
-        plain = filename.replace(f".{codec}", "") if about["packed"] else filename
-        candidates = [Candidate(inside(store, manifest, plain), about["bytes"], None)]
-        if codec is not None and about["packed"]:
-            candidates.append(Candidate(inside(store, manifest, filename), None, codec.partition(":")[0]))
-        abouts.append(about)
-        files.append(candidates)
-    chosen = shard_files(store, manifest, files, padded=True)
-    return [Member(entry, {**about, "codec": used}) for about, (entry, used) in zip(abouts, chosen, strict=True)]
+
+    def describe(chunk: dict[str, Any]) -> tuple[dict[str, Any], list[list[Candidate]]]:
+        filename, dim, size = chunk["filename"], chunk["dim"], int(chunk["chunk_bytes"])
+        packed = codec is not None and f".{codec}." in str(filename)
+        about = {"samples": int(chunk["chunk_size"]), "bytes": size, "dim": None if dim is None else int(dim)}
+        plain = filename.replace(f".{codec}", "") if packed else filename
+        files = [Candidate(inside(store, manifest, plain), size, None)]
+        if codec is not None and packed:
+            files.append(Candidate(inside(store, manifest, filename), None, codec.partition(":")[0]))
+        return {**common, **about, "packed": packed}, [files]
+
+    return shard_members(store, manifest, "chunk", chunks, describe, padded=True)
 
 
 def _common(name: str, config: dict[str, Any], chunks: Sequence[Any], block_size: int | None) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from midepoch.errors import DataNotFoundError, FormatError
+from midepoch.errors import FormatError
 from midepoch.sources.fingerprints import BEGINNING, fingerprint
 from midepoch.sources.formats import Block, Format, Member, Scanned
 from midepoch.sources.formats.records import (
@@ -33,9 +33,9 @@ from midepoch.sources.formats.records import (
     ShardFile,
     Values,
     arrays,
+    block_starts,
     bytes_array,
     columns_of,
-    cut,
     damaged_offset,
     decoded,
     first_true,
@@ -47,9 +47,8 @@ from midepoch.sources.formats.records import (
     naming,
     numbers_array,
     offsets_in,
-    packed_footer,
-    set_blocks,
-    shard_files,
+    scanned,
+    shard_members,
 )
 from midepoch.sources.manifests import inside, read_manifest
 from midepoch.storage.stores import Entry, Store
@@ -261,36 +260,31 @@ class MdsFormat(Format):
             offsets = offsets_in(head, samples, name) if lines is None else lines
             if offsets[-1] != shard.size:
                 raise damaged_offset(name, samples - 1)
-            schema = _schema(shard, about, offsets)
+            found = scanned(_schema(shard, about, offsets), about, offsets, block_starts(offsets, shard.codec))
             described = {key: about[key] for key in ("names", "encodings", "samples", "bytes", "hashes", "packed")}
             identity = json.dumps(described, sort_keys=True).encode() + shard.beginning(int(offsets[0]) + probe)
-            size = 0 if about["packed"] else file.size
-            found = Scanned(schema, etag=file.etag, fingerprint=fingerprint(identity, file.read_at, size))
-        set_blocks(found, cut(offsets, shard.codec), samples)
-        found.decoded_bytes = float(shard.size)
-        kept = {key: about[key] for key in ("names", "encodings", "sizes", "samples", "bytes", "codec", "text")}
-        found.footer = packed_footer({**kept, "kinds": [str(kind) for kind in schema.types]}, offsets)
+            found.etag = file.etag
+            found.fingerprint = fingerprint(identity, file.read_at, 0 if about["packed"] else file.size)
         return found
 
     def decode(self, store: Store, block: Block, schema: pa.Schema, columns: Sequence[str]) -> pa.Table:
         assert block.end is not None
         about, offsets = footer_parts(block.footer)
         offsets = offsets[block.offset : block.end + 1]
-        name = store.name(block.entry.path)
         with store.open(block.entry) as file:
-            data = ShardFile(file, name, about["codec"], about["bytes"]).read(int(offsets[0]), int(offsets[-1]))
-        own = [column for column in columns if column in about["names"]]
-        decodes = _columns(name, block.offset, data, offsets - offsets[0], about)
-        kinds = dict(zip(about["names"], about["kinds"], strict=True))
-        return decoded(name, block.offset, {column: decodes[column] for column in own}, len(offsets) - 1, kinds)
+            shard = ShardFile(file, store.name(block.entry.path), about["codec"], about["bytes"])
+            decodes = _columns(shard, block.offset, offsets, about)
+        own = {column: decodes[column] for column in columns if column in decodes}
+        return decoded(shard.name, block.offset, own, len(offsets) - 1, about["kinds"])
 
 
 def _columns(
-    name: str, first: int, data: Bytes, offsets: Int64Array, about: dict[str, Any]
+    shard: ShardFile, first: int, offsets: Int64Array, about: dict[str, Any]
 ) -> dict[str, Callable[[], pa.Array]]:
-    """Return functions that decode the columns of some samples."""
+    """Return functions that decode the columns of some samples, which have these offsets."""
+    data, offsets = shard.read(int(offsets[0]), int(offsets[-1])), offsets - offsets[0]
     pairs = list(zip(about["names"], about["encodings"], strict=True))
-    with naming(name, first):
+    with naming(shard.name, first):
         if about["text"] is not None:
             rows, is_json = _rows(data, offsets, about), about["text"]["separator"] is None
             return {column: partial(_converted_text, rows, column, encoding, is_json) for column, encoding in pairs}
@@ -300,52 +294,31 @@ def _columns(
     }
 
 
-@lru_cache(maxsize=256)
-def _kind(encoding: str) -> pa.DataType:
-    """Return the type of a column, that of nulls if only its values determine it."""
-    none = np.empty(0, np.int64)
-    return encoding_of(encoding)(Values(np.empty(0, np.uint8), none, none)).type
-
-
 def _schema(shard: ShardFile, about: dict[str, Any], offsets: Int64Array) -> pa.Schema:
     """Return the types: those of the first sample where the encodings do not determine them."""
-    if about["text"] is not None:
-        return pa.schema(
-            [(name, _TEXTS[each][0]) for name, each in zip(about["names"], about["encodings"], strict=True)]
-        )
-    kinds = dict(zip(about["names"], map(_kind, about["encodings"]), strict=True))
-    if about["samples"] and pa.null() in kinds.values():
-        first = _columns(shard.name, 0, shard.read(int(offsets[0]), int(offsets[1])), offsets[:2] - offsets[0], about)
-        unknown = {name: first[name] for name, kind in kinds.items() if kind == pa.null()}
-        kinds |= {field.name: field.type for field in decoded(shard.name, 0, unknown, 1).schema}
-    return pa.schema(list(kinds.items()))
+    schema = decoded(shard.name, 0, _columns(shard, 0, offsets[:1], about), 0).schema
+    if about["samples"] and pa.null() in schema.types:
+        first = _columns(shard, 0, offsets[:2], about)
+        unknown = {field.name: first[field.name] for field in schema if field.type == pa.null()}
+        types = {field.name: field.type for field in decoded(shard.name, 0, unknown, 1).schema}
+        schema = pa.schema([field.with_type(types.get(field.name, field.type)) for field in schema])
+    return schema
 
 
 def _members(store: Store, manifest: Entry) -> list[Member]:
-    contents, name = read_manifest(store, manifest), store.name(manifest.path)
+    contents = read_manifest(store, manifest)
     if contents.get("version") != _VERSION:
         raise FormatError(
-            f"{name}: version 2 of MDS is expected, found {contents.get('version')!r}. Copy or download it again, or "
-            "write the shards with a current version of mosaicml-streaming."
+            f"{store.name(manifest.path)}: version 2 of MDS is expected, found {contents.get('version')!r}. Copy or "
+            "download it again, or write the shards with a current version of mosaicml-streaming."
         )
-    if not contents["shards"]:
-        raise DataNotFoundError(f"{name} names no shards. Check the program that wrote it.")
-    abouts, data, meta = [], [], []
-    for number, shard in enumerate(contents["shards"]):
-        try:
-            about = _about(shard)
-            data.append(_candidates(store, manifest, shard, "data"))
-            meta += [] if about["text"] is None else [_candidates(store, manifest, shard, "meta")]
-        except (KeyError, TypeError, AttributeError, ValueError) as problem:
-            text = f"{name}: the entry of shard {number} is invalid: {problem!r}. Write it again."
-            raise FormatError(text) from None
-        abouts.append(about)
-    files = shard_files(store, manifest, [*data, *meta])
-    beside = iter(files[len(data) :])
-    return [
-        Member(entry, {**about, "codec": codec, "meta": None if about["text"] is None else next(beside)})
-        for about, (entry, codec) in zip(abouts, files[: len(data)], strict=True)
-    ]
+
+    def describe(shard: dict[str, Any]) -> tuple[dict[str, Any], list[list[Candidate]]]:
+        about = _about(shard)
+        parts = ("data",) if about["text"] is None else ("data", "meta")
+        return about, [_candidates(store, manifest, shard, part) for part in parts]
+
+    return shard_members(store, manifest, "shard", contents["shards"], describe)
 
 
 def _about(shard: dict[str, Any]) -> dict[str, Any]:
@@ -388,7 +361,7 @@ def _candidates(store: Store, manifest: Entry, shard: dict[str, Any], part: str)
 
 def _line_offsets(store: Store, about: dict[str, Any]) -> Int64Array:
     """Return the offsets of the lines of a shard, from the file beside it."""
-    entry, codec = about["meta"]
+    ((entry, codec),) = about["beside"]
     samples, name = about["samples"], store.name(entry.path)
     with store.open(entry) as file:
         shard = ShardFile(file, name, codec, about["meta_bytes"])
