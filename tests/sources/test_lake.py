@@ -201,8 +201,7 @@ def test_parquet_without_levels_takes_a_null_for_possible(tmp_path: Path, statis
     footer, chunks = parquet_footer(path), []
     leaves = parquet.leaves(pq.read_schema(path))
     for group in parquet_chunks.column_chunks(footer):
-        counts = group.nulls if statistics else [None] * len(group.nulls)
-        chunks.append(group._replace(at=[None] * len(counts), nulls=counts))
+        chunks.append([chunk._replace(metadata=None, nulls=chunk.nulls if statistics else None) for chunk in group])
     found = parquet.null_paths(footer, leaves, chunks)
     surely = {("outer", "n"), ("outer", "in"), ("pair", "b"), ("none",)}
     assert surely <= found

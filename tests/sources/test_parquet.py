@@ -55,8 +55,8 @@ def test_chunks_are_those_of_pyarrow(tmp_path: Path, statistics: bool | list[str
     assert len(found) == metadata.num_row_groups
     for number, chunks in enumerate(found):
         expected = [metadata.row_group(number).column(i).statistics for i in range(metadata.num_columns)]
-        assert chunks.nulls == [each and each.null_count for each in expected]
-        assert all(sound(footer, at, column) for at, column in zip(chunks.at, columns, strict=True))
+        assert [chunk.nulls for chunk in chunks] == [each and each.null_count for each in expected]
+        assert all(sound(footer, chunk, column) for chunk, column in zip(chunks, columns, strict=True))
 
 
 MUTATE = """

@@ -14,7 +14,7 @@ import pyarrow.types as pt
 from midepoch.errors import FormatError
 from midepoch.sources.fingerprints import fingerprint
 from midepoch.sources.formats import Block, Format, Scanned, table_of
-from midepoch.sources.formats.parquet_chunks import Chunks, column_chunks, definition_levels, sound
+from midepoch.sources.formats.parquet_chunks import Chunk, column_chunks, definition_levels, sound
 from midepoch.sources.names import not_the_data
 from midepoch.sources.schemas import children, has_large_text, large_text, plain_type, storage_of, with_children
 from midepoch.storage.damage import DamageError, unreadable
@@ -59,7 +59,7 @@ def _leaf_columns(field: pa.Field, above: NullLeaf, path: Path, *, in_list: bool
         yield from _leaf_columns(child, here, path, in_list=in_list or repeated)
 
 
-def null_paths(footer: bytes, found: Sequence[NullLeaf], groups: Sequence[Chunks]) -> set[Path]:
+def null_paths(footer: bytes, found: Sequence[NullLeaf], groups: Sequence[Sequence[Chunk]]) -> set[Path]:
     """Return the paths with a null. An undecided path counts as one with a null, except inside lists.
 
     The level histograms of newer writers are exact. The null count of a leaf includes nulls above it and empty lists,
@@ -70,14 +70,14 @@ def null_paths(footer: bytes, found: Sequence[NullLeaf], groups: Sequence[Chunks
     for group in groups:
         without: set[Path] = set()
         open_leaves = []
-        for leaf, at, count in zip(found, group.at, group.nulls, strict=True):
-            if count == 0:
+        for leaf, chunk in zip(found, group, strict=True):
+            if chunk.nulls == 0:
                 if len(leaf.nodes) > 1:
                     without.update(node.path for node in leaf.nodes)
             elif leaf.nodes and leaf.nodes[-1].path not in nulls:
-                open_leaves.append((leaf, at))
-        for leaf, at in open_leaves:
-            levels = definition_levels(footer, at) if leaf.level > 1 else None
+                open_leaves.append((leaf, chunk))
+        for leaf, chunk in open_leaves:
+            levels = definition_levels(footer, chunk) if leaf.level > 1 else None
             if levels is not None and len(levels) == leaf.level + 1:
                 nulls.update(node.path for node in leaf.nodes if levels[node.level - 1])
             else:
@@ -95,7 +95,7 @@ _VERIFIED = {"page_checksum_verification": True}
 
 
 _BATCH_BYTES = 256 << 20
-_NOT_UNDERSTOOD = (ValueError, IndexError, KeyError)
+_NOT_UNDERSTOOD = (ValueError, IndexError, KeyError, TypeError, AttributeError)
 
 
 class ParquetFormat(Format):
@@ -176,7 +176,7 @@ def rows_of_groups(name: str, footer: bytes) -> list[int]:
 def large_columns(name: str, footer: bytes) -> set[str]:
     """Return the columns whose bytes in a row group exceed 32-bit offsets."""
     about = _described(name, footer)
-    numbers = {number for chunks in about.chunks for number in chunks.large}
+    numbers = {i for chunks in about.chunks for i, chunk in enumerate(chunks) if chunk.large}
     return {about.leaves[i].column for i in numbers if about.columns[i].physical_type == "BYTE_ARRAY"}
 
 
@@ -193,10 +193,10 @@ def _in_batches(
 ) -> pa.Table:
     """Read a row group with large text in batches: pyarrow reads it with 32-bit offsets."""
     rows = whole.metadata.row_group(group).num_rows
-    large = about.chunks[group].large if about.chunks else {}
-    if not large:
+    largest = max((chunk.large for chunk in about.chunks[group]), default=0) if about.chunks else 0
+    if not largest:
         return whole.read_row_group(group, columns=wanted, use_threads=len(wanted) > 1)
-    size = max(1, rows * _BATCH_BYTES // max(large.values()))
+    size = max(1, rows * _BATCH_BYTES // largest)
     target = pa.schema([schema.field(name) for name in wanted])
     batches = whole.iter_batches(size, row_groups=[group], columns=wanted)
     return pa.concat_tables([pa.Table.from_batches([batch]).select(wanted).cast(target) for batch in batches])
@@ -205,8 +205,8 @@ def _in_batches(
 def _check_encryption(name: str, block: Block, wanted: Sequence[str]) -> None:
     about = _described(name, block.footer)
     for group in about.chunks[block.offset : block.offset + 1]:
-        for leaf, at in zip(about.leaves, group.at, strict=True):
-            if at is None and leaf.column in wanted:
+        for leaf, chunk in zip(about.leaves, group, strict=True):
+            if chunk.metadata is None and leaf.column in wanted:
                 raise FormatError(
                     f"{name}: column {leaf.column!r} is encrypted, which is not supported. Leave it out with columns=…."
                 ) from None
@@ -217,9 +217,9 @@ def _sound(block: Block, names: Sequence[str]) -> bool:
     about = _described(block.entry.path, block.footer)
     if block.offset >= len(about.chunks):
         return False
-    looked_at = zip(about.leaves, about.columns, about.chunks[block.offset].at, strict=True)
+    looked_at = zip(about.leaves, about.columns, about.chunks[block.offset], strict=True)
     try:
-        return all(sound(block.footer, at, column) for leaf, column, at in looked_at if leaf.column in names)
+        return all(sound(block.footer, chunk, column) for leaf, column, chunk in looked_at if leaf.column in names)
     except _NOT_UNDERSTOOD:
         return False
 
@@ -288,7 +288,7 @@ _leaves = lru_cache(maxsize=32)(leaves)
 class _Described(NamedTuple):
     leaves: list[NullLeaf]
     columns: list[pq.ColumnSchema]
-    chunks: list[Chunks]  # of each row group; empty if the footer has an unknown form
+    chunks: list[list[Chunk]]  # of each row group; empty if the footer has an unknown form
 
 
 @lru_cache(maxsize=32)
@@ -300,5 +300,5 @@ def _described(name: str, footer: bytes) -> _Described:
     except _NOT_UNDERSTOOD:
         chunks = []
     understood = [leaf.level for leaf in found] == [column.max_definition_level for column in columns]
-    understood = understood and all(len(group.at) == len(found) for group in chunks)
+    understood = understood and all(len(group) == len(found) for group in chunks)
     return _Described(found, columns, chunks if understood else [])

@@ -6,7 +6,7 @@ https://github.com/apache/parquet-format/blob/master/src/main/thrift/parquet.thr
 
 Footers are encoded in Thrift's compact protocol, which is read here, too. Layout:
 https://github.com/apache/thrift/blob/master/doc/specs/thrift-compact-protocol.md
-Its functions raise ``ValueError`` or ``IndexError`` for invalid bytes.
+Its functions raise ``ValueError``, ``IndexError``, ``KeyError`` or ``TypeError`` for invalid bytes.
 """
 
 from __future__ import annotations
@@ -14,112 +14,91 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pyarrow.parquet as pq
 
-_TRUE, _FALSE, _BYTE, _DOUBLE, _BINARY, _LIST, _SET, _MAP, _STRUCT = 1, 2, 3, 7, 8, 9, 10, 11, 12
+_TRUE, _FALSE, _BYTE, _DOUBLE, _BINARY, _LIST, _SET, _STRUCT = 1, 2, 3, 7, 8, 9, 10, 12
 _INTEGERS = frozenset((4, 5, 6))
 _DEEPEST = 32
 
-Fields = dict[int, int]
-"""Offsets of the values of a struct, by field number."""
+Fields = dict[int, Any]
+"""Values of a struct, by field number."""
 
 
-def struct_fields(
-    data: bytes, at: int, depth: int = 0, *, only: int | None = None, after: int = 0
-) -> tuple[Fields, int]:
-    """Return the fields of the struct at an offset, and its end.
-
-    ``only``: stop at the value of this field. ``after``: begin after this field.
-    """
+def fields_at(data: bytes, at: int, depth: int = 0, *, last: int | None = None) -> tuple[Fields, int]:
+    """Return the fields of the struct at an offset, up to field ``last`` if it is given, and its end."""
     found: Fields = {}
-    number = after
+    number = 0
     while head := data[at]:
         at += 1
-        kind = head & 15
         if head > 15:
             number += head >> 4
         else:
             number, at = integer(data, at)
-        found[number] = at
-        if number == only:
-            return found, at
-        if kind in _INTEGERS:  # inlined for speed: most fields are integers, and a footer has many
-            while data[at] > 127:
-                at += 1
-            at += 1
-        elif kind == _BINARY and data[at] < 128:
-            at += 1 + data[at]
-        elif kind > _FALSE:
-            at = _end(data, at, kind, depth)
+        found[number], at = _value(data, at, head & 15, depth)
+        if number == last:
+            break
     return found, at + 1
 
 
 def integer(data: bytes, at: int) -> tuple[int, int]:
     """Return the integer at an offset, and its end."""
-    value, at = _unsigned(data, at)
+    value = data[at]
+    value, at = (value, at + 1) if value < 128 else varint(data, at)
     return (value >> 1) ^ -(value & 1), at
 
 
-def integers(data: bytes, at: int) -> list[int]:
-    """Return the list of integers at an offset."""
-    count, _, at = list_head(data, at)
-    values = []
-    for _ in range(count):
-        value, at = integer(data, at)
-        values.append(value)
-    return values
-
-
-def list_head(data: bytes, at: int) -> tuple[int, int, int]:
-    """Return the length of the list at an offset, the type of its values, and the offset of the first."""
-    head = data[at]
-    count, at = (head >> 4, at + 1) if head < 0xF0 else _unsigned(data, at + 1)
-    if count > len(data):
-        raise ValueError("a list is longer than its message")
-    return count, head & 15, at
-
-
-def _unsigned(data: bytes, at: int) -> tuple[int, int]:
-    value = data[at]
-    at += 1
-    if value < 128:
-        return value, at
-    value &= 127
-    shift = 7
+def varint(data: bytes, at: int) -> tuple[int, int]:
+    """Return the unsigned integer at an offset, and its end: 7 bits in each byte, the lowest first."""
+    value = shift = 0
     while True:
         byte = data[at]
-        at += 1
         value |= (byte & 127) << shift
+        at, shift = at + 1, shift + 7
         if byte < 128:
             return value, at
-        shift += 7
         if shift > 63:
             raise ValueError("a number is too long")
 
 
-def _end(data: bytes, at: int, kind: int, depth: int) -> int:
-    """Return the end of the value of a type at an offset."""
+def _value(data: bytes, at: int, kind: int, depth: int) -> tuple[Any, int]:
+    """Return the value of a type at an offset, and its end."""
     if depth > _DEEPEST:
         raise ValueError("structs are nested too deeply")
     if kind in _INTEGERS:
-        return integer(data, at)[1]
-    if kind == _STRUCT:
-        return struct_fields(data, at, depth + 1)[1]
+        return integer(data, at)
     if kind == _BINARY:
-        size, at = _unsigned(data, at)
-        return at + size
+        size, at = varint(data, at)
+        return data[at : at + size], at + size
+    if kind == _STRUCT:
+        return fields_at(data, at, depth + 1)
     if kind in (_LIST, _SET):
-        count, inner, at = list_head(data, at)
-        for _ in range(count):
-            at = _end(data, at, inner, depth + 1)
-        return at
-    if kind in (_TRUE, _FALSE, _BYTE):  # inside lists booleans take a byte
-        return at + 1
-    if kind == _DOUBLE:
-        return at + 8
+        return _list(data, at, depth)
+    if kind in (_TRUE, _FALSE):
+        return kind == _TRUE, at
+    if kind in (_BYTE, _DOUBLE):
+        size = 1 if kind == _BYTE else 8
+        return data[at : at + size], at + size
     raise ValueError(f"a value of kind {kind}")
+
+
+def _list(data: bytes, at: int, depth: int) -> tuple[list[Any], int]:
+    head = data[at]
+    count, at = (head >> 4, at + 1) if head < 0xF0 else varint(data, at + 1)
+    if count > len(data):
+        raise ValueError("a list is longer than its message")
+    kind, values = head & 15, []
+    kind = _BYTE if kind in (_TRUE, _FALSE) else kind  # booleans in lists take a byte
+    usual = _usual().match if kind == _STRUCT else None
+    for _ in range(count):
+        match = usual(data, at) if usual is not None else None
+        if match is not None:
+            value, at = match, match.end()
+        else:
+            value, at = _value(data, at, kind, depth + 1)
+        values.append(value)
+    return values, at
 
 
 _WIDTHS = {"BOOLEAN": 1, "INT32": 4, "INT64": 8, "INT96": 12, "FLOAT": 4, "DOUBLE": 8}
@@ -129,102 +108,70 @@ MOST_BYTES = (1 << 31) - 1
 """Maximum bytes of an array of text with 32-bit offsets. Larger arrays have to be large_string."""
 
 
-class Chunks(NamedTuple):
-    """The chunks of one row group, one for each column.
+class Chunk(NamedTuple):
+    """The values of one column in one row group."""
 
-    ``at``: offset of their metadata in the footer, None if it is encrypted. ``nulls``: number of values that are null
-    at any level of nesting, including empty lists, None if unknown. ``large``: bytes of the values of columns, by
-    number, that exceed ``MOST_BYTES``.
-    """
-
-    at: list[int | None]
-    nulls: list[int | None]
-    large: dict[int, int]
+    metadata: int | Fields | None
+    """Its metadata, or their offset in the footer. None if the column is encrypted."""
+    nulls: int | None
+    """Number of values that are null at any level of nesting, including empty lists. None if unknown."""
+    large: int
+    """Bytes of the values if they exceed ``MOST_BYTES``, else 0."""
 
 
-def column_chunks(footer: bytes) -> list[Chunks]:
-    """Return the chunks of each row group. Raise ``ValueError`` or ``IndexError`` for a damaged footer."""
-    file, end = struct_fields(footer, 0, only=4)
-    count, _, at = list_head(footer, file[4]) if 4 in file else (0, 0, end)
-    groups = []
-    for _ in range(count):
-        group, _ = struct_fields(footer, at, only=1)
-        columns, _, at = list_head(footer, group[1])
-        chunks, at = _chunks(footer, at, columns)
-        groups.append(chunks)
-        _, at = struct_fields(footer, at, after=1)
-    return groups
+def column_chunks(footer: bytes) -> list[list[Chunk]]:
+    """Return the chunks of each row group."""
+    file, _ = fields_at(footer, 0, last=4)
+    return [[_chunk(footer, chunk) for chunk in group[1]] for group in file.get(4, [])]
 
 
-def _chunks(footer: bytes, at: int, count: int) -> tuple[Chunks, int]:
-    places: list[int | None] = []
-    nulls: list[int | None] = []
-    large: dict[int, int] = {}
-    usual, digits = _usual().match, -(-(2 * MOST_BYTES).bit_length() // 7)  # least length of a size that is too large
-    for i in range(count):
-        match = usual(footer, at)
-        if match is not None:
-            number, at = match[3], match.end()
-            places.append(match.start(1))
-            nulls.append(0 if number == b"\0" else number if number is None else integer(number, 0)[0])
-            if len(match[2]) >= digits or len(match[4] or b"") >= digits:
-                _note_size(footer, match.start(1), large, i)
-            continue
-        chunk, at = struct_fields(footer, at)
-        encrypted = 3 not in chunk or 8 in chunk or 9 in chunk
-        statistics = {} if encrypted else _statistics(footer, chunk[3])
-        places.append(None if encrypted else chunk[3])
-        nulls.append(integer(footer, statistics[3])[0] if 3 in statistics else None)
-        if not encrypted:
-            _note_size(footer, chunk[3], large, i)
-    return Chunks(places, nulls, large), at
+def _chunk(footer: bytes, found: re.Match[bytes] | Fields) -> Chunk:
+    if isinstance(found, dict):
+        column = None if 3 not in found or 8 in found or 9 in found else _struct(found, 3)
+        return Chunk(column, _struct(column or {}, 12).get(3), _large_size(column or {}))
+    at, nulls = found.start(1), found[3]
+    is_long = max(len(found[2]), len(found[4] or b"")) >= -(-(2 * MOST_BYTES).bit_length() // 7)
+    large = _large_size(fields_at(footer, at)[0]) if is_long else 0
+    return Chunk(at, 0 if nulls == b"\0" else nulls if nulls is None else integer(nulls, 0)[0], large)
 
 
-def _note_size(footer: bytes, at: int, large: dict[int, int], number: int) -> None:
-    """Record a chunk whose values are too large, by the size that its writer reports, else by its encoded size."""
-    column, _ = struct_fields(footer, at)
-    sizes = struct_fields(footer, column[16])[0] if 16 in column else {}
-    size = _number(footer, sizes, 1) if 1 in sizes else _number(footer, column, 6)
-    if size > MOST_BYTES:
-        large[number] = size
+def _large_size(column: Fields) -> int:
+    """Return the bytes of values that are too large, as their writer reports them, else encoded. 0 if they are not."""
+    size = int(_struct(column, 16).get(1, column.get(6, 0)))
+    return size if size > MOST_BYTES else 0
 
 
-def _statistics(footer: bytes, at: int) -> Fields:
-    column, _ = struct_fields(footer, at)
-    return struct_fields(footer, column[12])[0] if 12 in column else {}
-
-
-def sound(footer: bytes, at: int | None, column: pq.ColumnSchema) -> bool:
+def sound(footer: bytes, chunk: Chunk, column: pq.ColumnSchema) -> bool:
     """Return True if pyarrow can read the statistics of a chunk."""
-    if at is None:
+    fields, kind = _metadata(footer, chunk), column.physical_type
+    if not fields or fields[1] != _TYPES.index(kind) or 17 in fields:
         return False
-    fields, _ = struct_fields(footer, at)
-    kind = column.physical_type
-    if integer(footer, fields[1])[0] != _TYPES.index(kind) or 17 in fields:
+    bounds = [bound for number, bound in _struct(fields, 12).items() if number in (1, 2, 5, 6)]
+    if kind != "BYTE_ARRAY" and any(len(bound) != _WIDTHS.get(kind, column.length) for bound in bounds):
         return False
-    bounds = [bound for number, bound in _statistics(footer, at).items() if number in (1, 2, 5, 6)]
-    width = _WIDTHS.get(kind, column.length)
-    if kind != "BYTE_ARRAY" and any(_unsigned(footer, bound)[0] != width for bound in bounds):
-        return False
-    sizes = struct_fields(footer, fields[16])[0] if 16 in fields else {}
+    sizes = _struct(fields, 16)
     levels = {2: column.max_repetition_level, 3: column.max_definition_level}
-    lengths = {number: len(integers(footer, sizes[number])) for number in levels if number in sizes}
-    return all(length in (0, levels[number] + 1) for number, length in lengths.items()) and (
+    return all(len(sizes.get(number, ())) in (0, highest + 1) for number, highest in levels.items()) and (
         1 not in sizes or kind == "BYTE_ARRAY"
     )
 
 
-def definition_levels(footer: bytes, at: int | None) -> list[int] | None:
+def definition_levels(footer: bytes, chunk: Chunk) -> list[int] | None:
     """Return the number of values of a chunk at each definition level, or None if the writer did not record it."""
-    if at is None:
-        return None
-    column, _ = struct_fields(footer, at)
-    sizes = struct_fields(footer, column[16])[0] if 16 in column else {}
-    return integers(footer, sizes[3]) if 3 in sizes else None
+    levels = _struct(_metadata(footer, chunk), 16).get(3)
+    return levels if isinstance(levels, list) else None
 
 
-def _number(footer: bytes, fields: Fields, field: int) -> int:
-    return integer(footer, fields[field])[0] if field in fields else 0
+def _struct(fields: Fields, number: int) -> Fields:
+    """Return a struct in a struct, {} if it is missing or damaged."""
+    value = fields.get(number)
+    return value if isinstance(value, dict) else {}
+
+
+def _metadata(footer: bytes, chunk: Chunk) -> Fields:
+    if isinstance(chunk.metadata, int):
+        return fields_at(footer, chunk.metadata)[0]
+    return chunk.metadata or {}
 
 
 @lru_cache(maxsize=1)
