@@ -21,8 +21,8 @@ import pytest
 
 import midepoch
 from midepoch.errors import FormatError
-from midepoch.sources.formats import parquet, parquet_chunks
-from midepoch.sources.formats.parquet_chunks import column_chunks, sound
+from midepoch.sources.formats import parquet
+from midepoch.sources.formats.parquet import column_chunks, sound
 
 TABLE = pa.table(
     {
@@ -173,7 +173,7 @@ def test_opening_filtering_and_reading_are_linear_in_columns(tmp_path: Path) -> 
 def test_a_row_group_with_more_text_than_small_offsets_can_count(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(parquet_chunks, "MOST_BYTES", 9_000)
+    monkeypatch.setattr(parquet, "MOST_BYTES", 9_000)
     monkeypatch.setattr(parquet, "_BATCH_BYTES", 2_000)
     texts = [None if i % 7 == 0 else f"{i} " * 30 for i in range(200)]
     table = pa.table(

@@ -14,7 +14,7 @@ import pyarrow.orc as po
 
 from midepoch.sources.fingerprints import fingerprint
 from midepoch.sources.formats import Block, Format, Scanned
-from midepoch.sources.formats.parquet_chunks import varint
+from midepoch.sources.formats.parquet import varint
 from midepoch.storage.damage import DamageError, is_damage
 from midepoch.storage.stores import Entry, OpenFile, Store
 
