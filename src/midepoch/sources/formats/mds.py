@@ -29,6 +29,7 @@ from midepoch.sources.formats.records import (
     BadSampleError,
     Bytes,
     Candidate,
+    Decode,
     Int64Array,
     ShardFile,
     Values,
@@ -41,22 +42,18 @@ from midepoch.sources.formats.records import (
     first_true,
     fixed_arrays,
     footer_parts,
-    gathered,
     image_file,
+    image_lists,
+    images,
     integers,
     naming,
-    numbers_array,
     offsets_in,
+    scalars,
     scanned,
     shard_members,
 )
 from midepoch.sources.manifests import inside, read_manifest
 from midepoch.storage.stores import Entry, Store
-
-Decode = Callable[[Values], pa.Array]
-"""Function that decodes all values of a column. Without values, its array has the type that they would have, or that of
-nulls if only values determine it.
-"""
 
 _CODES = {
     8: "uint8", 9: "int8", 16: "uint16", 17: "int16", 18: "float16", 32: "uint32", 33: "int32", 34: "float32",
@@ -75,12 +72,6 @@ def encoding_of(text: str) -> Decode:
         known = ", ".join((*_ENCODINGS, "ndarray"))
         raise FormatError(f"the encoding {text!r} is not one of MDS: {known}. Write the column in one of them.")
     return _ENCODINGS[text]
-
-
-def scalars(values: Values, dtype: np.dtype[Any]) -> pa.Array:
-    """Return values of a fixed size as numbers."""
-    values.checked(dtype.itemsize, str(dtype))
-    return numbers_array(gathered(values), dtype)
 
 
 def _ndarray(arguments: str) -> Decode:
@@ -138,36 +129,6 @@ def floats(values: Values) -> pa.Array:
         except ValueError:
             raise BadSampleError(number, f"{text!r:.60} is not a float") from None
     return pa.array(found, pa.float64())
-
-
-def image_lists(values: Values, skipped: int, convert: Callable[[bytes], bytes] = bytes) -> pa.Array:
-    """Return lists of files: after ``skipped`` bytes their number, their sizes (all uint32), and their contents."""
-    found = []
-    for number in range(len(values)):
-        value = values.value(number)
-        count = int.from_bytes(value[skipped : skipped + 4], "little")
-        at = skipped + 4 + 4 * count
-        sizes = np.frombuffer(value[skipped + 4 : at], "<u4").tolist() if at <= len(value) else []
-        if len(sizes) != count or at + sum(sizes) != len(value):
-            raise BadSampleError(number, f"its list of images does not have {len(value)} bytes")
-        files = []
-        for size in sizes:
-            files.append(_converted(convert, value[at : at + size], number))
-            at += size
-        found.append(files)
-    return pa.array(found, pa.list_(pa.binary()))
-
-
-def _converted(convert: Callable[[bytes], bytes], value: bytes, number: int) -> bytes:
-    try:
-        return convert(value)
-    except ValueError as problem:
-        raise BadSampleError(number, str(problem)) from None
-
-
-def images(values: Values) -> pa.Array:
-    """Return raw images as files."""
-    return pa.array([_converted(image_file, values.value(i), i) for i in range(len(values))], pa.binary())
 
 
 _BINARY = partial(bytes_array, kind=pa.binary())

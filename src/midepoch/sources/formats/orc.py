@@ -13,8 +13,7 @@ import pyarrow as pa
 import pyarrow.orc as po
 
 from midepoch.sources.fingerprints import fingerprint
-from midepoch.sources.formats import Block, Format, Scanned
-from midepoch.sources.formats.parquet import varint
+from midepoch.sources.formats import Block, Format, Scanned, varint
 from midepoch.storage.damage import DamageError, is_damage
 from midepoch.storage.stores import Entry, OpenFile, Store
 

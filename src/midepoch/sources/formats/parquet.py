@@ -22,7 +22,7 @@ import pyarrow.types as pt
 
 from midepoch.errors import FormatError
 from midepoch.sources.fingerprints import fingerprint
-from midepoch.sources.formats import Block, Format, Scanned, table_of
+from midepoch.sources.formats import Block, Format, Scanned, table_of, varint
 from midepoch.sources.names import not_the_data
 from midepoch.sources.schemas import children, has_large_text, large_text, plain_type, storage_of, with_children
 from midepoch.storage.damage import DamageError, unreadable
@@ -125,19 +125,6 @@ def integer(data: bytes, at: int) -> tuple[int, int]:
     value = data[at]
     value, at = (value, at + 1) if value < 128 else varint(data, at)
     return (value >> 1) ^ -(value & 1), at
-
-
-def varint(data: bytes, at: int) -> tuple[int, int]:
-    """Return the unsigned integer at an offset, and its end: 7 bits in each byte, the lowest first."""
-    value = shift = 0
-    while True:
-        byte = data[at]
-        value |= (byte & 127) << shift
-        at, shift = at + 1, shift + 7
-        if byte < 128:
-            return value, at
-        if shift > 63:
-            raise ValueError("a number is too long")
 
 
 def _value(data: bytes, at: int, kind: int, depth: int) -> tuple[Any, int]:

@@ -276,6 +276,12 @@ class Values:
         first_true(self.sizes != sizes, lambda i: f"{what}: it cannot have {self.sizes[i]} bytes")
 
 
+Decode = Callable[[Values], pa.Array]
+"""Function that decodes all values of a column. Without values, its array has the type that they would have, or that of
+nulls if only values determine it.
+"""
+
+
 def first_true(wrong: npt.NDArray[np.bool_], reason: Callable[[int], str]) -> None:
     """Raise BadSampleError for the first sample with ``wrong``. ``reason`` makes its text."""
     if wrong.any():
@@ -401,6 +407,42 @@ def fixed_arrays(values: Values, dtype: np.dtype[Any], shape: Sequence[int]) -> 
     for size in reversed(shape):
         array = pa.FixedSizeListArray.from_arrays(array, size)
     return array
+
+
+def scalars(values: Values, dtype: np.dtype[Any]) -> pa.Array:
+    """Return values of a fixed size as numbers."""
+    values.checked(dtype.itemsize, str(dtype))
+    return numbers_array(gathered(values), dtype)
+
+
+def image_lists(values: Values, skipped: int, convert: Callable[[bytes], bytes] = bytes) -> pa.Array:
+    """Return lists of files: after ``skipped`` bytes their number, their sizes (all uint32), and their contents."""
+    found = []
+    for number in range(len(values)):
+        value = values.value(number)
+        count = int.from_bytes(value[skipped : skipped + 4], "little")
+        at = skipped + 4 + 4 * count
+        sizes = np.frombuffer(value[skipped + 4 : at], "<u4").tolist() if at <= len(value) else []
+        if len(sizes) != count or at + sum(sizes) != len(value):
+            raise BadSampleError(number, f"its list of images does not have {len(value)} bytes")
+        files = []
+        for size in sizes:
+            files.append(_converted(convert, value[at : at + size], number))
+            at += size
+        found.append(files)
+    return pa.array(found, pa.list_(pa.binary()))
+
+
+def _converted(convert: Callable[[bytes], bytes], value: bytes, number: int) -> bytes:
+    try:
+        return convert(value)
+    except ValueError as problem:
+        raise BadSampleError(number, str(problem)) from None
+
+
+def images(values: Values) -> pa.Array:
+    """Return raw images as files."""
+    return pa.array([_converted(image_file, values.value(i), i) for i in range(len(values))], pa.binary())
 
 
 def block_starts(offsets: Int64Array, codec: str | None) -> list[int]:
