@@ -370,7 +370,7 @@ def _not_text(values: Values) -> tuple[int, str]:
     raise AssertionError("Arrow refuses text that Python decodes")
 
 
-def numbers_array(flat: Bytes, dtype: np.dtype[Any]) -> pa.Array:
+def numbers_array(flat: npt.NDArray[Any], dtype: np.dtype[Any]) -> pa.Array:
     """Return bytes as an array of numbers, booleans, or pairs of floats for complex numbers."""
     if dtype.kind == "c":
         parts = numbers_array(flat, np.dtype(f"f{dtype.itemsize // 2}"))

@@ -26,6 +26,7 @@ import pyarrow.types as pt
 from midepoch.errors import FormatError
 from midepoch.sources.formats import Block, Format, Scanned, table_of
 from midepoch.sources.formats.parquet import ParquetFormat, footer_of
+from midepoch.sources.formats.records import numbers_array
 from midepoch.sources.schemas import children, has_large_text, large_text, plain_type, with_children
 from midepoch.storage.stores import Entry, Store
 
@@ -268,7 +269,7 @@ class TableFormat(Format):
             names = list(dict.fromkeys(read.names))
             table = self._parquet.decode(store, inner, read, names)
             if keep is not None:
-                table = table.filter(_as_array(keep))
+                table = table.filter(numbers_array(keep, keep.dtype))
             for each, at in places.items():
                 wanted, held = contents.schema.field(each), own.field(at)
                 arrays[each] = converted(table.column(held.name), held, wanted, schema.field(each).type, by_id=by_id)
@@ -295,11 +296,6 @@ class TableFormat(Format):
 def _parts(footer: bytes) -> tuple[bytes, bytes]:
     end = 8 + int.from_bytes(footer[:8], "little")
     return footer[8:end], footer[end:]
-
-
-def _as_array(mask: npt.NDArray[np.bool_]) -> pa.Array:
-    """Return a mask as an Arrow array. Not by pa.array, which would import pandas."""
-    return pa.Array.from_buffers(pa.bool_(), len(mask), [None, pa.py_buffer(np.packbits(mask, bitorder="little"))])
 
 
 def _as_large(held: pa.Field, schema: pa.Schema, name: str) -> pa.DataType:

@@ -26,14 +26,15 @@ import pyarrow.json as pj
 from midepoch._internal.hints import warn_once
 from midepoch.errors import FormatError
 from midepoch.sources.formats import Block, Format, Scanned, lines, table_of
-from midepoch.sources.formats.compressed import contents
 from midepoch.sources.formats.lines import (
+    LONGEST_HEAD,
     SPACE,
     Dialect,
     FilePieces,
     Int64Array,
     Piece,
     about_rows,
+    beginning,
     bracket_depths,
     broken_quoted_rows,
     check_text,
@@ -48,7 +49,7 @@ from midepoch.storage.damage import DamageError
 from midepoch.storage.stores import Entry, Store
 
 _log = logging.getLogger("midepoch")
-_HEADER = 1 << 20
+_BOM = b"\xef\xbb\xbf"
 _NUMBER = re.compile(r"[-+]?\d+(\.\d+)?")
 
 
@@ -145,19 +146,20 @@ def _delimiter(path: str) -> str:
 
 def _header(store: Store, entry: Entry, delimiter: str) -> tuple[list[str], int]:
     """Return the names in the first row, and the byte offset of the second row."""
-    name, head, blank, end = store.name(entry.path), b"", 0, 0
-    with contents(store, entry) as file:
-        # Read no more than necessary: the text after it may be damaged.
-        while not end and len(head) < _HEADER and (data := bytes(file.read(max(64, len(head))))):
-            head += data
-            blank = len(head) - len(head.removeprefix(b"\xef\xbb\xbf").lstrip(b"\r\n"))
-            ends = row_ends(head[blank:], delimiter.encode())
-            end = blank + int(ends[0]) if len(ends) else 0
+
+    def bounds(head: bytes) -> tuple[int, int]:
+        """Return the first byte of the first row, and its end, 0 if it has none."""
+        blank = len(head) - len(head.removeprefix(_BOM).lstrip(b"\r\n"))
+        ends = row_ends(head[blank:], delimiter.encode())
+        return blank, blank + int(ends[0]) if len(ends) else 0
+
+    name, head = store.name(entry.path), beginning(store, entry, lambda head: bounds(head)[1] > 0)
+    blank, end = bounds(head)
     if not head.strip():
         raise DamageError(
             f"{name}: the file is empty: it has no header with names of columns. Write it again, or remove it."
         )
-    if not end and (len(head) >= _HEADER or not is_closed(head[blank:], delimiter.encode())):
+    if not end and (len(head) >= LONGEST_HEAD or not is_closed(head[blank:], delimiter.encode())):
         raise DamageError(f"{name}: its header has no end in {len(head)} bytes. Check for an unclosed quote.")
     end = end or len(head)
     chosen = "jsonl" if format_of(entry.path, None) == "jsonl" else ""  # then CSV was asked for by its name
@@ -240,9 +242,6 @@ def _lines(data: bytes) -> pa.Array:
     return pa.Array.from_buffers(pa.string(), count, [None, pa.py_buffer(offsets), pa.py_buffer(text)])
 
 
-_BOM = b"\xef\xbb\xbf"
-_BLANK = 1 << 20
-"""Maximum number of blank bytes at the beginning of a file that are skipped to find its first character."""
 DEEPEST = 100
 """Maximum number of brackets around a value. An Arrow schema that is nested more than about 120 deep cannot be saved,
 and pyarrow crashes at about 10,000."""
@@ -252,9 +251,11 @@ class JsonFormat(Format):
     """Format with blocks of about 8 MB. Missing fields are null. Types are those of the complete set of files."""
 
     def scan(self, store: Store, entry: Entry, *, skip_damage: bool) -> Scanned:
-        blank, first = _first_bytes(store, entry)
+        head = beginning(store, entry, lambda head: bool(_without_blank(head)))
+        first = _without_blank(head)
         if first.startswith(b"["):
-            return scan_text(store, entry, _JsonRows(in_array=True), start=blank + 1, skip_damage=skip_damage)
+            start = len(head) - len(first) + 1
+            return scan_text(store, entry, _JsonRows(in_array=True), start=start, skip_damage=skip_damage)
         if (other := not_the_data(first, "jsonl")) is not None:
             raise DamageError(f"{store.name(entry.path)}: {other}.")
         if re.match(rb'\{[ \t]*\r?\n\s*"', first):
@@ -294,15 +295,8 @@ def _of_one_object(schema: pa.Schema) -> str:
     return ""
 
 
-def _first_bytes(store: Store, entry: Entry) -> tuple[int, bytes]:
-    """Return the number of blank bytes at the beginning of a file, and some bytes after them."""
-    head, first = b"", b""
-    with contents(store, entry) as file:
-        # Read no more than necessary: the text after it may be damaged.
-        while not first and len(head) < _BLANK and (data := bytes(file.read(max(64, len(head))))):
-            head += data
-            first = head.removeprefix(_BOM).lstrip(SPACE)
-    return len(head) - len(first), first
+def _without_blank(head: bytes) -> bytes:
+    return head.removeprefix(_BOM).lstrip(SPACE)
 
 
 class _JsonRows(Dialect):
