@@ -26,35 +26,9 @@ import pyarrow as pa
 
 from midepoch.errors import CorruptBlockError, FormatError
 from midepoch.sources.fingerprints import BEGINNING, fingerprint
-from midepoch.sources.formats import Block, FileContents, Format, Member, Scanned
+from midepoch.sources.formats import Block, FileContents, Format, Member, Scanned, records
 from midepoch.sources.formats.arrow_ipc import decoded_batch, walk
-from midepoch.sources.formats.records import (
-    BadSampleError,
-    Bytes,
-    Candidate,
-    Decode,
-    Int64Array,
-    ShardFile,
-    Values,
-    arrays,
-    block_starts,
-    bytes_array,
-    columns_of,
-    damaged_offset,
-    decoded,
-    first_true,
-    fixed_arrays,
-    footer_parts,
-    image_lists,
-    images,
-    integers,
-    naming,
-    offsets_in,
-    packed_footer,
-    scalars,
-    scanned,
-    shard_members,
-)
+from midepoch.sources.formats.records import BadSampleError, Bytes, Candidate, Decode, Int64Array, ShardFile, Values
 from midepoch.sources.formats.tokens import COLUMN
 from midepoch.sources.manifests import inside, read_manifest
 from midepoch.storage.stores import Entry, Store
@@ -101,7 +75,7 @@ class LitDataFormat(Format):
         return found
 
     def decode(self, store: Store, block: Block, schema: pa.Schema, columns: Sequence[str]) -> pa.Table:
-        about, offsets = footer_parts(block.footer)
+        about, offsets = records.footer_parts(block.footer)
         with store.open(block.entry) as file:
             chunk = ShardFile(file, store.name(block.entry.path), about["codec"])
             if about["layout"] == "arrow":
@@ -112,16 +86,16 @@ class LitDataFormat(Format):
             assert block.end is not None
             decodes = _columns(chunk, about, offsets, block.offset, block.end)
         own = {name: decodes[name] for name in columns if name in decodes}
-        return decoded(chunk.name, block.offset, own, block.end - block.offset, about["kinds"])
+        return records.decoded(chunk.name, block.offset, own, block.end - block.offset, about["kinds"])
 
 
 def _scan_samples(chunk: ShardFile, about: dict[str, Any], head: bytes) -> Scanned:
-    offsets = offsets_in(head, about["samples"], chunk.name)
+    offsets = records.offsets_in(head, about["samples"], chunk.name)
     if chunk.codec is None and offsets[-1] > chunk.size:
-        raise damaged_offset(chunk.name, about["samples"] - 1)
+        raise records.damaged_offset(chunk.name, about["samples"] - 1)
     if about["layout"] == "tokens" and about["block"] is not None:
         offsets = _token_blocks(chunk.name, about, int(offsets[0]), int(offsets[-1]))
-    return scanned(_schema(chunk, about, offsets), about, offsets, block_starts(offsets, chunk.codec))
+    return records.scanned(_schema(chunk, about, offsets), about, offsets, records.block_starts(offsets, chunk.codec))
 
 
 def _token_blocks(name: str, about: dict[str, Any], start: int, end: int) -> Int64Array:
@@ -160,16 +134,16 @@ def _scan_frames(chunk: ShardFile, about: dict[str, Any], head: bytes) -> Scanne
             raise FormatError(f"{chunk.name}: the frame of sample {sample} is damaged. Copy or download it again.")
         sample, end = first + size, at + packed
     if sample != samples or (np.diff(offsets) < 0).any():
-        raise damaged_offset(chunk.name, sample)
-    groups = block_starts(offsets[[frame[0] for frame in frames] + [samples]], None)
+        raise records.damaged_offset(chunk.name, sample)
+    groups = records.block_starts(offsets[[frame[0] for frame in frames] + [samples]], None)
     about = {**about, "layout": "framed", "frames": frames}
-    return scanned(_schema(chunk, about, offsets), about, offsets, [frames[group][0] for group in groups])
+    return records.scanned(_schema(chunk, about, offsets), about, offsets, [frames[group][0] for group in groups])
 
 
 def _schema(chunk: ShardFile, about: dict[str, Any], offsets: Int64Array) -> pa.Schema:
     """Return the types of the first sample."""
     rows = min(1, len(offsets) - 1)
-    return decoded(chunk.name, 0, _columns(chunk, about, offsets, 0, rows), rows).schema
+    return records.decoded(chunk.name, 0, _columns(chunk, about, offsets, 0, rows), rows).schema
 
 
 def _read_samples(chunk: ShardFile, about: dict[str, Any], offsets: Int64Array, first: int, stop: int) -> Bytes:
@@ -201,12 +175,12 @@ def _columns(
         values, block = Values(data, offsets[:-1], np.diff(offsets)), about["block"]
         if block is None:
             return {COLUMN: partial(encodings[0], values)}
-        return {COLUMN: partial(fixed_arrays, values, _token_type(chunk.name, about), (block,))}
+        return {COLUMN: partial(records.fixed_arrays, values, _token_type(chunk.name, about), (block,))}
     tree = parsed_tree(about["spec"], len(encodings), chunk.name).columns()
     if about["level"] == "sample":
         data, offsets = _decompressed(chunk.name, data, offsets, first)
-    with naming(chunk.name, first):
-        leaves = columns_of(data, offsets, [None] * len(encodings))
+    with records.naming(chunk.name, first):
+        leaves = records.columns_of(data, offsets, [None] * len(encodings))
     decodes = [partial(encoding, values) for encoding, values in zip(encodings, leaves, strict=True)]
     return {column: partial(node.array, decodes, len(offsets) - 1) for column, node in tree.items()}
 
@@ -257,7 +231,7 @@ def _scan_arrow(chunk: ShardFile, about: dict[str, Any], rows: FileContents) -> 
             "again."
         )
     found.decoded_bytes = float(rows.size)
-    found.footer = packed_footer({**about, "layout": "arrow"}, np.empty(0, np.int64))
+    found.footer = records.packed_footer({**about, "layout": "arrow"}, np.empty(0, np.int64))
     return found
 
 
@@ -282,7 +256,7 @@ def _members(store: Store, manifest: Entry, block_size: int | None) -> list[Memb
             files.append(Candidate(inside(store, manifest, filename), None, codec.partition(":")[0]))
         return {**common, **about, "packed": packed}, [files]
 
-    return shard_members(store, manifest, "chunk", chunks, describe, padded=True)
+    return records.shard_members(store, manifest, "chunk", chunks, describe, padded=True)
 
 
 def _common(name: str, config: dict[str, Any], chunks: Sequence[Any], block_size: int | None) -> dict[str, Any]:
@@ -409,23 +383,23 @@ def dtype_of(name: str, number: int) -> np.dtype[Any]:
 
 def _flat(values: Values, dtype: np.dtype[Any]) -> pa.Array:
     """Return arrays of one dimension, which are stored without a header."""
-    first_true(
+    records.first_true(
         values.sizes % dtype.itemsize != 0, lambda i: f"an array of {dtype} does not have {values.sizes[i]} bytes"
     )
-    return arrays(values, dtype, (values.sizes // dtype.itemsize)[:, None])
+    return records.arrays(values, dtype, (values.sizes // dtype.itemsize)[:, None])
 
 
 def _with_header(values: Values, name: str, order: str) -> pa.Array:
     """Return arrays after a header of uint32: their dtype, the number of their dimensions, and the dimensions."""
     if not len(values):
         return pa.nulls(0)
-    first_true(values.sizes < 8, lambda _: "its array has no header")
-    heads = integers(values.data, values.starts, 2, f"{order}u4")
-    first_true((heads != heads[0]).any(axis=1), lambda _: "its array has another dtype or number of dimensions")
+    records.first_true(values.sizes < 8, lambda _: "its array has no header")
+    heads = records.integers(values.data, values.starts, 2, f"{order}u4")
+    records.first_true((heads != heads[0]).any(axis=1), lambda _: "its array has another dtype or number of dimensions")
     number, axes = heads[0].tolist()
-    first_true(values.sizes < 8 + 4 * axes, lambda _: f"its array has no room for {axes} dimensions")
-    shapes = integers(values.data, values.starts + 8, axes, f"{order}u4")
-    return arrays(values.without(8 + 4 * axes), dtype_of(name, number), shapes)
+    records.first_true(values.sizes < 8 + 4 * axes, lambda _: f"its array has no room for {axes} dimensions")
+    shapes = records.integers(values.data, values.starts + 8, axes, f"{order}u4")
+    return records.arrays(values.without(8 + 4 * axes), dtype_of(name, number), shapes)
 
 
 def _nested(values: Values) -> pa.Array:
@@ -502,17 +476,17 @@ _OF_DICTS = {0x10: 11, 0x11: 7, 0x12: 8, 0x13: 9, 0x14: 10}
 """Tags of scalars in lists of dicts, as tags of values."""
 
 
-_BINARY = partial(bytes_array, kind=pa.binary())
-_TEXT = partial(bytes_array, kind=pa.string())
+_BINARY = partial(records.bytes_array, kind=pa.binary())
+_TEXT = partial(records.bytes_array, kind=pa.string())
 _LEAVES: dict[str, Decode] = {
     "str": _TEXT,
     "text": _TEXT,
-    "bool": partial(scalars, dtype=np.dtype("?")),
-    "int": partial(scalars, dtype=np.dtype("i8")),
-    "float": partial(scalars, dtype=np.dtype("f8")),
+    "bool": partial(records.scalars, dtype=np.dtype("?")),
+    "int": partial(records.scalars, dtype=np.dtype("i8")),
+    "float": partial(records.scalars, dtype=np.dtype("f8")),
     "numpy": partial(_with_header, name="numpy", order="<"),
     "tensor": partial(_with_header, name="tensor", order=">"),
-    "pil": images,
-    "jpeg_array": partial(image_lists, skipped=0),
+    "pil": records.images,
+    "jpeg_array": partial(records.image_lists, skipped=0),
     "json": _nested,
 }

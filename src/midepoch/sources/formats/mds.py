@@ -24,34 +24,8 @@ import pyarrow as pa
 
 from midepoch.errors import FormatError
 from midepoch.sources.fingerprints import BEGINNING, fingerprint
-from midepoch.sources.formats import Block, Format, Member, Scanned
-from midepoch.sources.formats.records import (
-    BadSampleError,
-    Bytes,
-    Candidate,
-    Decode,
-    Int64Array,
-    ShardFile,
-    Values,
-    arrays,
-    block_starts,
-    bytes_array,
-    columns_of,
-    damaged_offset,
-    decoded,
-    first_true,
-    fixed_arrays,
-    footer_parts,
-    image_file,
-    image_lists,
-    images,
-    integers,
-    naming,
-    offsets_in,
-    scalars,
-    scanned,
-    shard_members,
-)
+from midepoch.sources.formats import Block, Format, Member, Scanned, records
+from midepoch.sources.formats.records import BadSampleError, Bytes, Candidate, Decode, Int64Array, ShardFile, Values
 from midepoch.sources.manifests import inside, read_manifest
 from midepoch.storage.stores import Entry, Store
 
@@ -81,7 +55,7 @@ def _ndarray(arguments: str) -> Decode:
     dtype = np.dtype(name) if name else None
     if dtype is None or not sizes:
         return partial(_dynamic, dtype=dtype)
-    return partial(fixed_arrays, dtype=dtype, shape=tuple(map(int, sizes.split(","))))
+    return partial(records.fixed_arrays, dtype=dtype, shape=tuple(map(int, sizes.split(","))))
 
 
 def _dynamic(values: Values, dtype: np.dtype[Any] | None) -> pa.Array:
@@ -90,28 +64,30 @@ def _dynamic(values: Values, dtype: np.dtype[Any] | None) -> pa.Array:
         return pa.nulls(0)
     if dtype is None:
         codes = _first_bytes(values)
-        first_true(codes != codes[0], lambda i: f"its array is {_dtype(codes[i])}, that of others {_dtype(codes[0])}")
+        records.first_true(
+            codes != codes[0], lambda i: f"its array is {_dtype(codes[i])}, that of others {_dtype(codes[0])}"
+        )
         dtype, values = np.dtype(_dtype(codes[0])), values.without(1)
     marks = _first_bytes(values)
     dimensions, widths = marks >> 2, 1 << (marks & 3)
-    first_true(
+    records.first_true(
         dimensions != dimensions[0],
         lambda i: f"its array has {dimensions[i]} dimensions, that of others {dimensions[0]}",
     )
     values = values.without(1)
     axes = int(dimensions[0])
-    first_true(values.sizes < axes * widths, lambda _: "its array is shorter than its shape")
+    records.first_true(values.sizes < axes * widths, lambda _: "its array is shorter than its shape")
     shapes = np.zeros((len(values), axes), np.int64)
     for width in np.unique(widths).tolist():
         rows = widths == width
-        shapes[rows] = integers(values.data, values.starts[rows], axes, f"<u{width}")
-    first_true(shapes.min(axis=1, initial=0) < 0, lambda _: "its array has an impossible shape")
-    return arrays(values.without(axes * widths), dtype, shapes)
+        shapes[rows] = records.integers(values.data, values.starts[rows], axes, f"<u{width}")
+    records.first_true(shapes.min(axis=1, initial=0) < 0, lambda _: "its array has an impossible shape")
+    return records.arrays(values.without(axes * widths), dtype, shapes)
 
 
 def _first_bytes(values: Values) -> Int64Array:
-    first_true(values.sizes < 1, lambda _: "its array is empty")
-    return integers(values.data, values.starts, 1, "u1")[:, 0]
+    records.first_true(values.sizes < 1, lambda _: "its array is empty")
+    return records.integers(values.data, values.starts, 1, "u1")[:, 0]
 
 
 def _dtype(code: Any) -> str:
@@ -122,7 +98,7 @@ def _dtype(code: Any) -> str:
 
 def floats(values: Values) -> pa.Array:
     """Return floats that are stored as text."""
-    texts, found = bytes_array(values, pa.string()), []
+    texts, found = records.bytes_array(values, pa.string()), []
     for number, text in enumerate(texts.to_pylist()):
         try:
             found.append(float(text))
@@ -131,8 +107,8 @@ def floats(values: Values) -> pa.Array:
     return pa.array(found, pa.float64())
 
 
-_BINARY = partial(bytes_array, kind=pa.binary())
-_TEXT = partial(bytes_array, kind=pa.string())
+_BINARY = partial(records.bytes_array, kind=pa.binary())
+_TEXT = partial(records.bytes_array, kind=pa.string())
 _ENCODINGS: dict[str, Decode] = {
     "bytes": _BINARY,
     "str": _TEXT,
@@ -140,17 +116,17 @@ _ENCODINGS: dict[str, Decode] = {
     "str_float": floats,
     "str_decimal": _TEXT,
     "json": _TEXT,
-    "pil": images,
+    "pil": records.images,
     "jpeg": _BINARY,
     "png": _BINARY,
-    "jpeg_array": partial(image_lists, skipped=0),
-    "jpegarray": partial(image_lists, skipped=0),
-    "list[jpeg]": partial(image_lists, skipped=4),
-    "list[png]": partial(image_lists, skipped=4),
-    "list[pil]": partial(image_lists, skipped=4, convert=image_file),
+    "jpeg_array": partial(records.image_lists, skipped=0),
+    "jpegarray": partial(records.image_lists, skipped=0),
+    "list[jpeg]": partial(records.image_lists, skipped=4),
+    "list[png]": partial(records.image_lists, skipped=4),
+    "list[pil]": partial(records.image_lists, skipped=4, convert=records.image_file),
     "pkl": _BINARY,
-    "int": partial(scalars, dtype=np.dtype("int64")),
-    **{name: partial(scalars, dtype=np.dtype(name)) for name in _CODES.values()},
+    "int": partial(records.scalars, dtype=np.dtype("int64")),
+    **{name: partial(records.scalars, dtype=np.dtype(name)) for name in _CODES.values()},
 }
 
 
@@ -218,10 +194,12 @@ class MdsFormat(Format):
             shard = ShardFile(file, name, about["codec"], about["bytes"])
             probe = BEGINNING if about["packed"] else _PROBE
             head = shard.beginning((4 * (samples + 2) if lines is None else 0) + 2 * probe)
-            offsets = offsets_in(head, samples, name) if lines is None else lines
+            offsets = records.offsets_in(head, samples, name) if lines is None else lines
             if offsets[-1] != shard.size:
-                raise damaged_offset(name, samples - 1)
-            found = scanned(_schema(shard, about, offsets), about, offsets, block_starts(offsets, shard.codec))
+                raise records.damaged_offset(name, samples - 1)
+            found = records.scanned(
+                _schema(shard, about, offsets), about, offsets, records.block_starts(offsets, shard.codec)
+            )
             described = {key: about[key] for key in ("names", "encodings", "samples", "bytes", "hashes", "packed")}
             identity = json.dumps(described, sort_keys=True).encode() + shard.beginning(int(offsets[0]) + probe)
             found.etag = file.etag
@@ -230,13 +208,13 @@ class MdsFormat(Format):
 
     def decode(self, store: Store, block: Block, schema: pa.Schema, columns: Sequence[str]) -> pa.Table:
         assert block.end is not None
-        about, offsets = footer_parts(block.footer)
+        about, offsets = records.footer_parts(block.footer)
         offsets = offsets[block.offset : block.end + 1]
         with store.open(block.entry) as file:
             shard = ShardFile(file, store.name(block.entry.path), about["codec"], about["bytes"])
             decodes = _columns(shard, block.offset, offsets, about)
         own = {column: decodes[column] for column in columns if column in decodes}
-        return decoded(shard.name, block.offset, own, len(offsets) - 1, about["kinds"])
+        return records.decoded(shard.name, block.offset, own, len(offsets) - 1, about["kinds"])
 
 
 def _columns(
@@ -245,11 +223,11 @@ def _columns(
     """Return functions that decode the columns of some samples, which have these offsets."""
     data, offsets = shard.read(int(offsets[0]), int(offsets[-1])), offsets - offsets[0]
     pairs = list(zip(about["names"], about["encodings"], strict=True))
-    with naming(shard.name, first):
+    with records.naming(shard.name, first):
         if about["text"] is not None:
             rows, is_json = _rows(data, offsets, about), about["text"]["separator"] is None
             return {column: partial(_converted_text, rows, column, encoding, is_json) for column, encoding in pairs}
-        values = columns_of(data, offsets, about["sizes"])
+        values = records.columns_of(data, offsets, about["sizes"])
     return {
         column: partial(encoding_of(encoding), each) for (column, encoding), each in zip(pairs, values, strict=True)
     }
@@ -257,11 +235,11 @@ def _columns(
 
 def _schema(shard: ShardFile, about: dict[str, Any], offsets: Int64Array) -> pa.Schema:
     """Return the types: those of the first sample where the encodings do not determine them."""
-    schema = decoded(shard.name, 0, _columns(shard, 0, offsets[:1], about), 0).schema
+    schema = records.decoded(shard.name, 0, _columns(shard, 0, offsets[:1], about), 0).schema
     if about["samples"] and pa.null() in schema.types:
         first = _columns(shard, 0, offsets[:2], about)
         unknown = {field.name: first[field.name] for field in schema if field.type == pa.null()}
-        types = {field.name: field.type for field in decoded(shard.name, 0, unknown, 1).schema}
+        types = {field.name: field.type for field in records.decoded(shard.name, 0, unknown, 1).schema}
         schema = pa.schema([field.with_type(types.get(field.name, field.type)) for field in schema])
     return schema
 
@@ -279,7 +257,7 @@ def _members(store: Store, manifest: Entry) -> list[Member]:
         parts = ("data",) if about["text"] is None else ("data", "meta")
         return about, [_candidates(store, manifest, shard, part) for part in parts]
 
-    return shard_members(store, manifest, "shard", contents["shards"], describe)
+    return records.shard_members(store, manifest, "shard", contents["shards"], describe)
 
 
 def _about(shard: dict[str, Any]) -> dict[str, Any]:
@@ -326,4 +304,4 @@ def _line_offsets(store: Store, about: dict[str, Any]) -> Int64Array:
     samples, name = about["samples"], store.name(entry.path)
     with store.open(entry) as file:
         shard = ShardFile(file, name, codec, about["meta_bytes"])
-        return offsets_in(shard.beginning(4 * (samples + 2)), samples, name, least=0)
+        return records.offsets_in(shard.beginning(4 * (samples + 2)), samples, name, least=0)
