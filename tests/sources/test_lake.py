@@ -22,7 +22,7 @@ import pytest
 import midepoch
 from data import write_arrow
 from midepoch.errors import ColumnError, DataChangedError, FormatError
-from midepoch.sources.formats import lines, parquet, parquet_chunks
+from midepoch.sources.formats import lines, parquet
 from midepoch.testing import assert_resumes_exactly
 
 COLUMNS = ["id", "text", "half", "maybe"]
@@ -200,10 +200,10 @@ def test_parquet_without_levels_takes_a_null_for_possible(tmp_path: Path, statis
     pq.write_table(required(nested()).select(["outer", "pair", "none"]), path, row_group_size=2)
     footer, chunks = parquet_footer(path), []
     leaves = parquet.leaves(pq.read_schema(path))
-    for group in parquet_chunks.column_chunks(footer):
-        counts = group.nulls if statistics else [None] * len(group.nulls)
-        chunks.append(group._replace(at=[None] * len(counts), nulls=counts))
-    found = parquet.null_paths(footer, leaves, chunks)
+    for group in parquet.column_chunks(footer):
+        without = [chunk._replace(metadata=None, nulls=chunk.nulls if statistics else None) for chunk in group]
+        chunks.append(list(zip(leaves, without, strict=True)))
+    found = parquet.null_paths(footer, chunks)
     surely = {("outer", "n"), ("outer", "in"), ("pair", "b"), ("none",)}
     assert surely <= found
     assert ("outer",) not in found  # it promises to have none

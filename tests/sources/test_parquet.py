@@ -21,8 +21,8 @@ import pytest
 
 import midepoch
 from midepoch.errors import FormatError
-from midepoch.sources.formats import parquet, parquet_chunks
-from midepoch.sources.formats.parquet_chunks import column_chunks, sound
+from midepoch.sources.formats import parquet
+from midepoch.sources.formats.parquet import column_chunks, sound
 
 TABLE = pa.table(
     {
@@ -55,8 +55,8 @@ def test_chunks_are_those_of_pyarrow(tmp_path: Path, statistics: bool | list[str
     assert len(found) == metadata.num_row_groups
     for number, chunks in enumerate(found):
         expected = [metadata.row_group(number).column(i).statistics for i in range(metadata.num_columns)]
-        assert chunks.nulls == [each and each.null_count for each in expected]
-        assert all(sound(footer, at, column) for at, column in zip(chunks.at, columns, strict=True))
+        assert [chunk.nulls for chunk in chunks] == [each and each.null_count for each in expected]
+        assert all(sound(footer, chunk, column) for chunk, column in zip(chunks, columns, strict=True))
 
 
 MUTATE = """
@@ -173,7 +173,7 @@ def test_opening_filtering_and_reading_are_linear_in_columns(tmp_path: Path) -> 
 def test_a_row_group_with_more_text_than_small_offsets_can_count(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(parquet_chunks, "MOST_BYTES", 9_000)
+    monkeypatch.setattr(parquet, "MOST_BYTES", 9_000)
     monkeypatch.setattr(parquet, "_BATCH_BYTES", 2_000)
     texts = [None if i % 7 == 0 else f"{i} " * 30 for i in range(200)]
     table = pa.table(

@@ -98,7 +98,7 @@ def test_large_files_are_read_into_their_column(tmp_path: Path, monkeypatch: pyt
     files += [("4.jpg", b""), ("5.npy", b"small")]
     write_tar(tmp_path / "a.tar", [(name, value) for name, value in files if value is not None])
     monkeypatch.setattr(tar_shards, "BLOCK_BYTES", 8 << 20)
-    monkeypatch.setattr(tar_shards, "_values", None)
+    monkeypatch.setattr(tar_shards, "_gathered", None)
     rows = midepoch.from_files(tmp_path, columns=["jpg"])
     assert [row["jpg"] for row in rows] == [values.get(i, b"" if i == 4 else None) for i in range(6)]
 

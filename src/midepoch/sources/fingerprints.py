@@ -20,8 +20,10 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-from midepoch.sources.formats.arrow_messages import Message, Read
+if TYPE_CHECKING:
+    from midepoch.sources.formats.arrow_ipc import Message, Read
 
 BEGINNING = 256 << 10
 """Size up to which contents are covered completely."""

@@ -131,6 +131,19 @@ def table_of(names: list[str], arrays: list[Any], rows: int) -> pa.Table:
     return pa.table(arrays, names=names) if names else pa.table({"": pa.nulls(rows)}).select([])
 
 
+def varint(data: bytes, at: int) -> tuple[int, int]:
+    """Return the unsigned integer at an offset, and its end: 7 bits in each byte, the lowest first."""
+    value = shift = 0
+    while True:
+        byte = data[at]
+        value |= (byte & 127) << shift
+        at, shift = at + 1, shift + 7
+        if byte < 128:
+            return value, at
+        if shift > 63:
+            raise ValueError("a number is too long")
+
+
 class FileContents(NamedTuple):
     """Contents of a file. ``read`` takes a size and an offset, and returns bytes, or a view of a mapped file."""
 

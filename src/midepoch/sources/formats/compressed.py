@@ -12,7 +12,7 @@ import tempfile
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
@@ -60,15 +60,29 @@ def can_be_fetched(store: Store, entry: Entry) -> bool:
         return all(file.arrow.read(min(_FETCH, left)) for left in range(file.size, 0, -_FETCH))
 
 
-def decompressed(store: Store, block: Block) -> bytes:
-    """Return the contents of a block of a compressed file."""
-    if block.end is None and block.offset < _READ:  # the only block: there is no later read
+def read_ranges(store: Store, block: Block, ranges: Iterable[tuple[int, int | None]]) -> list[bytes]:
+    """Return ranges of the contents of the file of a block. None stands for the end of the file."""
+    if compression(block.entry.path) is None:
+        with store.open(block.entry) as file:
+            bounds = [(start, file.size if end is None else end) for start, end in ranges]
+            parts = [file.read_at(end - start, start) for start, end in bounds]
+    else:
+        bounds = [(start, end or 0) for start, end in ranges]
+        parts = [_decompressed(store, block, start, end or None) for start, end in bounds]
+    for part, (start, end) in zip(parts, bounds, strict=True):
+        if end and len(part) != end - start:
+            raise OSError(f"{len(part)} bytes were received where {end - start} were requested")
+    return parts
+
+
+def _decompressed(store: Store, block: Block, start: int, end: int | None) -> bytes:
+    if end is None and start < _READ:  # the only block: there is no later read
         with contents(store, block.entry) as stream:
-            skip(stream, block.offset)
+            skip(stream, start)
             return bytes(stream.read())
     file = _files.get(store, block)
     try:
-        return file.read(block.offset, block.end)
+        return file.read(start, end)
     except BaseException:
         _files.forget(file)  # the position of the stream is undefined
         raise

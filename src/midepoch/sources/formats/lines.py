@@ -24,7 +24,7 @@ import pyarrow as pa
 
 from midepoch.errors import FormatError
 from midepoch.sources.formats import Block, Scanned
-from midepoch.sources.formats.compressed import can_be_fetched, compression, contents, decompressed, skip
+from midepoch.sources.formats.compressed import can_be_fetched, compression, contents, read_ranges, skip
 from midepoch.sources.schemas import MIXED_REMEDY, lacking, nulls, widest
 from midepoch.storage.damage import DamageError, is_damage
 from midepoch.storage.stores import Entry, Store
@@ -149,7 +149,6 @@ def without(data: bytes, ranges: list[tuple[int, int]]) -> bytes:
 
 
 SPACE = b" \t\r\n"
-_JSON_QUOTE, _COMMA = b'",'
 _OPEN, _CLOSE = b"{}"  # and square brackets, which differ from them in one bit
 _CASE = 0x20
 
@@ -177,9 +176,13 @@ def elements(data: bytes, *, is_first: bool) -> Elements:
     opening = np.flatnonzero(depths[:-1] == 0) + 1
     firsts = np.concatenate([[0], opening])[: len(stops)].astype(np.int64)
     starts = brackets[firsts]
-    good = _separated(data, starts, stops, is_first)
+    # White space and one comma come before each element, except the first one.
+    before = zip([0, *stops.tolist()], starts.tolist(), strict=False)
+    separated = [data[stop:start].strip(SPACE) == b"," for stop, start in before]
+    if is_first and separated:
+        separated[0] = not data[: starts[0]].strip(SPACE)
     values = np.frombuffer(data, np.uint8)
-    proper = good & (values[starts] == _OPEN) & (values[stops - 1] == _CLOSE)
+    proper = np.array(separated, np.bool_) & (values[starts] == _OPEN) & (values[stops - 1] == _CLOSE)
     count = len(stops) if proper.all() else int(np.argmin(proper))
     wrong: int | None = None
     if count < len(stops):
@@ -198,35 +201,18 @@ def bracket_depths(data: bytes) -> tuple[Int64Array, Int64Array]:
     values = np.frombuffer(data, np.uint8)
     lowered = values | _CASE
     brackets = np.flatnonzero((lowered == _OPEN | _CASE) | (lowered == _CLOSE | _CASE))
-    quotes = np.flatnonzero(values == _JSON_QUOTE)
+    quotes = np.flatnonzero(values == _QUOTE)
     if len(quotes):
         brackets = brackets[np.searchsorted(quotes, brackets) % 2 == 0]
     steps = np.where(lowered[brackets] == _OPEN | _CASE, 1, -1)
     return brackets, np.cumsum(steps)
 
 
-def _separated(data: bytes, starts: Int64Array, stops: Int64Array, is_first: bool) -> npt.NDArray[np.bool_]:
-    """Return True for each element that comes after white space and exactly one comma (none for the first element)."""
-    values = np.frombuffer(data, np.uint8)
-    begins = np.concatenate([[0], stops[:-1]])[: len(starts)].astype(np.int64)
-    sizes = starts - begins
-    bounds = np.concatenate([[0], np.cumsum(sizes)])
-    between = values[np.arange(bounds[-1]) - np.repeat(bounds[:-1] - begins, sizes)]
-    commas = between == _COMMA
-    others = ~commas & (between != ord(" ")) & (between != ord("\n")) & (between != ord("\r")) & (between != ord("\t"))
-    found = np.diff(np.concatenate([[0], np.cumsum(commas)])[bounds])
-    foreign = np.diff(np.concatenate([[0], np.cumsum(others)])[bounds])
-    expected = np.ones(len(starts), np.int64)
-    if is_first and len(expected):
-        expected[0] = 0
-    good: npt.NDArray[np.bool_] = (found == expected) & (foreign == 0)
-    return good
-
-
 BLOCK_BYTES = 8 << 20
 _READ = 8 << 20
 _MIXED = re.compile(r"Column\(/(?:/\[\]/)?(.+)\) changed from (\w+) to (\w+)")
 _PARSER_WORDS = re.compile(r"^(?:JSON|CSV) parse error: (?:Row #\d+: )?|\.? in row \d+$|\.$")
+LONGEST_HEAD = 1 << 20
 _LONGEST_ROW = 32
 """Number of blocks after which the closing quote of an open quoted value is assumed to be missing."""
 
@@ -454,9 +440,18 @@ class FilePieces:
         return bytes(found)
 
 
+def beginning(store: Store, entry: Entry, is_enough: Callable[[bytes], bool]) -> bytes:
+    """Return the first bytes of a file, up to about 1 MB. No more than necessary: the text after it may be damaged."""
+    head = b""
+    with contents(store, entry) as file:
+        while not is_enough(head) and len(head) < LONGEST_HEAD and (data := bytes(file.read(max(64, len(head))))):
+            head += data
+    return head
+
+
 def read_rows(store: Store, block: Block) -> bytes:
     """Return the bytes of a block without the rows that the index marks as broken."""
-    data = _read_range(store, block)
+    (data,) = read_ranges(store, block, [(block.offset, block.end)])
     stop = block.offset + len(data)
     ranges = [
         (a - block.offset, b - block.offset) for a, b in about_rows(block.footer)["broken"] if block.offset <= a < stop
@@ -469,14 +464,3 @@ def about_rows(footer: bytes) -> dict[str, Any]:
     """Return what a dialect needs to decode blocks, and the byte ranges of broken rows."""
     about: dict[str, Any] = json.loads(footer)
     return about
-
-
-def _read_range(store: Store, block: Block) -> bytes:
-    if compression(block.entry.path) is None:
-        with store.open(block.entry) as file:
-            end = file.size if block.end is None else block.end
-            data = file.read_at(end - block.offset, block.offset)
-            if len(data) != end - block.offset:
-                raise OSError(f"{len(data)} bytes were received where {end - block.offset} were requested")
-            return data
-    return decompressed(store, block)

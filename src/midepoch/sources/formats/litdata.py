@@ -3,6 +3,13 @@
 A chunk has the number of its samples, the offset of each (both uint32), and the samples. It may be compressed as a
 whole, in frames of samples, or sample by sample. Rows of plain values are stored as an Arrow file at the end of a
 chunk. Chunks of tokens (``TokensLoader``) are one stream of numbers.
+
+A sample is a tree of dicts, lists and tuples, whose leaves have one encoding each. The keys of the outermost dict are
+columns; an outermost list or tuple has the columns "0", "1", …, and a sample that is one value has the column "item".
+Inner dicts are structs, inner lists of equal types are lists, others structs.
+
+Media are delivered as the files that were stored, nested values as JSON text, and pickles as bytes: unpickling runs
+code, so that it is the user's step. A serializer of the user's own is unknown here: its values are bytes, too.
 """
 
 from __future__ import annotations
@@ -10,35 +17,18 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Callable, Sequence
-from functools import partial
+from dataclasses import dataclass
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
-from midepoch.errors import CorruptBlockError, DataNotFoundError, FormatError
+from midepoch.errors import CorruptBlockError, FormatError
 from midepoch.sources.fingerprints import BEGINNING, fingerprint
-from midepoch.sources.formats import Block, Format, Member, Scanned
-from midepoch.sources.formats.arrow_ipc import BatchReader, walk
-from midepoch.sources.formats.litdata_leaves import dtype_of, leaf_encoding, parsed_tree
-from midepoch.sources.formats.records import (
-    Bytes,
-    Candidate,
-    Int64Array,
-    ShardFile,
-    Values,
-    columns_of,
-    cut,
-    damaged_offset,
-    decoded,
-    fixed_arrays,
-    footer_parts,
-    naming,
-    offsets_in,
-    packed_footer,
-    set_blocks,
-    shard_files,
-)
+from midepoch.sources.formats import Block, FileContents, Format, Member, Scanned, records
+from midepoch.sources.formats.arrow_ipc import decoded_batch, walk
+from midepoch.sources.formats.records import BadSampleError, Bytes, Candidate, Decode, Int64Array, ShardFile, Values
 from midepoch.sources.formats.tokens import COLUMN
 from midepoch.sources.manifests import inside, read_manifest
 from midepoch.storage.stores import Entry, Store
@@ -74,8 +64,8 @@ class LitDataFormat(Format):
                 raise FormatError(f"{name}: its first bytes do not match its index.json. Copy or download it again.")
             if framed:
                 found = _scan_frames(chunk, about, head)
-            elif (rows := _arrow_range(chunk, about)) is not None:
-                found = _scan_arrow(chunk, about, *rows)
+            elif (rows := _arrow_file(chunk, about)) is not None:
+                found = _scan_arrow(chunk, about, rows)
                 described["arrow"] = found.fingerprint
             else:
                 found = _scan_samples(chunk, about, head)
@@ -85,26 +75,27 @@ class LitDataFormat(Format):
         return found
 
     def decode(self, store: Store, block: Block, schema: pa.Schema, columns: Sequence[str]) -> pa.Table:
-        assert block.end is not None
-        about, offsets = footer_parts(block.footer)
+        about, offsets = records.footer_parts(block.footer)
         with store.open(block.entry) as file:
             chunk = ShardFile(file, store.name(block.entry.path), about["codec"])
             if about["layout"] == "arrow":
-                return _arrow_rows(chunk, about, block, offsets, columns)
-            first, stop = block.offset, block.end
-            data = _read_samples(chunk, about, offsets, first, stop)
-        decodes = _columns(chunk.name, about, data, offsets[first : stop + 1] - offsets[first], first)
+                rows = _arrow_file(chunk, about)
+                if rows is None:
+                    raise CorruptBlockError(f"{chunk.name}: it does not end with {_ARROW_MAGIC!r}.")
+                return decoded_batch(rows, block, columns)
+            assert block.end is not None
+            decodes = _columns(chunk, about, offsets, block.offset, block.end)
         own = {name: decodes[name] for name in columns if name in decodes}
-        return decoded(chunk.name, first, own, stop - first, about["kinds"])
+        return records.decoded(chunk.name, block.offset, own, block.end - block.offset, about["kinds"])
 
 
 def _scan_samples(chunk: ShardFile, about: dict[str, Any], head: bytes) -> Scanned:
-    offsets = offsets_in(head, about["samples"], chunk.name)
+    offsets = records.offsets_in(head, about["samples"], chunk.name)
     if chunk.codec is None and offsets[-1] > chunk.size:
-        raise damaged_offset(chunk.name, about["samples"] - 1)
+        raise records.damaged_offset(chunk.name, about["samples"] - 1)
     if about["layout"] == "tokens" and about["block"] is not None:
         offsets = _token_blocks(chunk.name, about, int(offsets[0]), int(offsets[-1]))
-    return _described(chunk, about, offsets, cut(offsets, chunk.codec))
+    return records.scanned(_schema(chunk, about, offsets), about, offsets, records.block_starts(offsets, chunk.codec))
 
 
 def _token_blocks(name: str, about: dict[str, Any], start: int, end: int) -> Int64Array:
@@ -143,29 +134,21 @@ def _scan_frames(chunk: ShardFile, about: dict[str, Any], head: bytes) -> Scanne
             raise FormatError(f"{chunk.name}: the frame of sample {sample} is damaged. Copy or download it again.")
         sample, end = first + size, at + packed
     if sample != samples or (np.diff(offsets) < 0).any():
-        raise damaged_offset(chunk.name, sample)
-    groups = cut(offsets[[frame[0] for frame in frames] + [samples]], None)
-    firsts = [frames[group][0] for group in groups]
-    return _described(chunk, {**about, "layout": "framed", "frames": frames}, offsets, firsts)
+        raise records.damaged_offset(chunk.name, sample)
+    groups = records.block_starts(offsets[[frame[0] for frame in frames] + [samples]], None)
+    about = {**about, "layout": "framed", "frames": frames}
+    return records.scanned(_schema(chunk, about, offsets), about, offsets, [frames[group][0] for group in groups])
 
 
-def _described(chunk: ShardFile, about: dict[str, Any], offsets: Int64Array, firsts: Sequence[int]) -> Scanned:
-    """Return the scan of blocks that begin with these samples. Types are those of the first sample."""
-    first = offsets[:2] - offsets[0]
-    data = _read_samples(chunk, about, offsets, 0, 1) if len(offsets) > 1 else np.empty(0, np.uint8)
-    schema = decoded(chunk.name, 0, _columns(chunk.name, about, data, first, 0), len(first) - 1).schema
-    found = Scanned(schema, decoded_bytes=float(offsets[-1] - offsets[0]))
-    set_blocks(found, firsts, len(offsets) - 1)
-    kept = ("leaves", "spec", "level", "codec", "layout", "block", "arrow", "frames")
-    footer = {key: about[key] for key in kept if key in about}
-    kinds = {field.name: str(field.type) for field in schema}
-    found.footer = packed_footer({**footer, "samples": len(offsets) - 1, "kinds": kinds}, offsets)
-    return found
+def _schema(chunk: ShardFile, about: dict[str, Any], offsets: Int64Array) -> pa.Schema:
+    """Return the types of the first sample."""
+    rows = min(1, len(offsets) - 1)
+    return records.decoded(chunk.name, 0, _columns(chunk, about, offsets, 0, rows), rows).schema
 
 
 def _read_samples(chunk: ShardFile, about: dict[str, Any], offsets: Int64Array, first: int, stop: int) -> Bytes:
     """Return the bytes of some samples."""
-    if about["layout"] != "framed":
+    if about["layout"] != "framed" or first == stop:
         return chunk.read(int(offsets[first]), int(offsets[stop]))
     frames = [frame for frame in about["frames"] if frame[0] < stop and frame[0] + frame[1] > first]
     begin, end = frames[0][2], frames[-1][2] + frames[-1][3]
@@ -183,22 +166,23 @@ def _read_samples(chunk: ShardFile, about: dict[str, Any], offsets: Int64Array, 
 
 
 def _columns(
-    name: str, about: dict[str, Any], data: Bytes, offsets: Int64Array, first: int
+    chunk: ShardFile, about: dict[str, Any], offsets: Int64Array, first: int, stop: int
 ) -> dict[str, Callable[[], pa.Array]]:
     """Return functions that decode the columns of some samples."""
     encodings = [leaf_encoding(text) for text in about["leaves"]]
+    data, offsets = _read_samples(chunk, about, offsets, first, stop), offsets[first : stop + 1] - offsets[first]
     if about["layout"] == "tokens":
         values, block = Values(data, offsets[:-1], np.diff(offsets)), about["block"]
         if block is None:
             return {COLUMN: partial(encodings[0], values)}
-        return {COLUMN: partial(fixed_arrays, values, _token_type(name, about), (block,))}
-    tree = parsed_tree(about["spec"], len(encodings), name).columns()
+        return {COLUMN: partial(records.fixed_arrays, values, _token_type(chunk.name, about), (block,))}
+    tree = parsed_tree(about["spec"], len(encodings), chunk.name).columns()
     if about["level"] == "sample":
-        data, offsets = _decompressed(name, data, offsets, first)
-    with naming(name, first):
-        leaves = columns_of(data, offsets, [None] * len(encodings))
-    arrays = [partial(encoding, values) for encoding, values in zip(encodings, leaves, strict=True)]
-    return {column: partial(node.array, arrays, len(offsets) - 1) for column, node in tree.items()}
+        data, offsets = _decompressed(chunk.name, data, offsets, first)
+    with records.naming(chunk.name, first):
+        leaves = records.columns_of(data, offsets, [None] * len(encodings))
+    decodes = [partial(encoding, values) for encoding, values in zip(encodings, leaves, strict=True)]
+    return {column: partial(node.array, decodes, len(offsets) - 1) for column, node in tree.items()}
 
 
 def _decompressed(name: str, data: Bytes, offsets: Int64Array, first: int) -> tuple[Bytes, Int64Array]:
@@ -215,8 +199,8 @@ def _decompressed(name: str, data: Bytes, offsets: Int64Array, first: int) -> tu
     return np.frombuffer(b"".join(parts), np.uint8), ends
 
 
-def _arrow_range(chunk: ShardFile, about: dict[str, Any]) -> tuple[int, int] | None:
-    """Return the start and the length of the Arrow file before the last 12 bytes of a chunk, None if there is none."""
+def _arrow_file(chunk: ShardFile, about: dict[str, Any]) -> FileContents | None:
+    """Return the Arrow file before the last 12 bytes of a chunk, None if there is none."""
     if chunk.codec is not None:
         if not about["arrow"]:  # it need not be decompressed
             return None
@@ -230,54 +214,25 @@ def _arrow_range(chunk: ShardFile, about: dict[str, Any]) -> tuple[int, int] | N
     start = chunk.size - _ARROW_TAIL - length
     if start < 0:
         raise FormatError(f"{chunk.name}: the length of its rows is damaged. Copy or download it again.")
-    return start, length
 
-
-def _arrow_reader(chunk: ShardFile, start: int, length: int) -> Callable[[int, int], bytes]:
     def read(size: int, at: int) -> bytes:
         stop = min(at + size, length)
         return chunk.read(start + at, start + stop).tobytes() if stop > at else b""
 
-    return read
+    return FileContents(read, length)
 
 
-def _scan_arrow(chunk: ShardFile, about: dict[str, Any], start: int, length: int) -> Scanned:
-    """Scan the Arrow file in a chunk. Blocks are runs of record batches."""
-    found = walk(chunk.name, _arrow_reader(chunk, start, length), length, skip_damage=False)
+def _scan_arrow(chunk: ShardFile, about: dict[str, Any], rows: FileContents) -> Scanned:
+    """Scan the Arrow file in a chunk. Blocks are its record batches."""
+    found = walk(chunk.name, *rows, skip_damage=False)
     if sum(found.rows) != about["samples"]:
         raise FormatError(
             f"{chunk.name}: it has {sum(found.rows)} rows, its index.json says {about['samples']}. Copy or download it "
             "again."
         )
-    ends = np.array([*found.offsets, length], dtype=np.int64)
-    rows = [0, *np.cumsum(found.rows).tolist()]
-    scan = Scanned(found.schema, nullable=found.nullable, dictionaries=found.dictionaries)
-    scan.fingerprint, scan.decoded_bytes = found.fingerprint, float(length)
-    set_blocks(scan, [rows[i] for i in cut(ends, chunk.codec)], rows[-1])
-    kept = {key: about[key] for key in ("codec", "arrow", "leaves", "spec")}
-    scan.footer = packed_footer({**kept, "layout": "arrow", "batches": rows, "samples": len(found.rows)}, ends)
-    return scan
-
-
-def _arrow_rows(
-    chunk: ShardFile, about: dict[str, Any], block: Block, ends: Int64Array, columns: Sequence[str]
-) -> pa.Table:
-    """Return these columns of a block, which is one range read."""
-    found = _arrow_range(chunk, about)
-    if found is None:
-        raise CorruptBlockError(f"{chunk.name}: it does not end with {_ARROW_MAGIC!r}.")
-    whole = _arrow_reader(chunk, *found)
-    first, stop = about["batches"].index(block.offset), about["batches"].index(block.end)
-    begin, end = int(ends[first]), int(ends[stop])
-    data = whole(end - begin, begin)
-
-    def read(size: int, at: int) -> bytes:
-        return data[at - begin : at - begin + size] if begin <= at and at + size <= end else whole(size, at)
-
-    reader = BatchReader(read, found[1])
-    batches = [reader.read(int(ends[i]), int(ends[i + 1]), block.dictionaries) for i in range(first, stop)]
-    table = pa.Table.from_batches(batches)
-    return table.select([name for name in columns if name in table.schema.names])
+    found.decoded_bytes = float(rows.size)
+    found.footer = records.packed_footer({**about, "layout": "arrow"}, np.empty(0, np.int64))
+    return found
 
 
 def _members(store: Store, manifest: Entry, block_size: int | None) -> list[Member]:
@@ -285,30 +240,23 @@ def _members(store: Store, manifest: Entry, block_size: int | None) -> list[Memb
     config, chunks = contents.get("config"), contents["chunks"]
     if not isinstance(config, dict):
         raise FormatError(f"{name}: it has no 'config'. Copy or download it again.")
-    if not chunks:
-        raise DataNotFoundError(f"{name} names no chunks. Check the program that wrote it.")
     if wrong := [number for number, chunk in enumerate(chunks) if not isinstance(chunk, dict)]:
         text = f"{name}: the entry of chunk {wrong[0]} is not a dict: {chunks[wrong[0]]!r:.60}. Write it again."
         raise FormatError(text)
     common = _common(name, config, chunks, block_size)
     codec = str(config.get("compression") or "") or None
-    abouts, files = [], []
-    for number, chunk in enumerate(chunks):
-        try:
-            filename, samples, size, dim = chunk["filename"], chunk["chunk_size"], chunk["chunk_bytes"], chunk["dim"]
-            about = {**common, "samples": int(samples), "bytes": int(size), "dim": None if dim is None else int(dim)}
-        except (KeyError, TypeError, ValueError) as problem:
-            text = f"{name}: the entry of chunk {number} is invalid: {problem!r}. Write it again."
-            raise FormatError(text) from None
-        about["packed"] = codec is not None and f".{codec}." in str(filename)
-        plain = filename.replace(f".{codec}", "") if about["packed"] else filename
-        candidates = [Candidate(inside(store, manifest, plain), about["bytes"], None)]
-        if codec is not None and about["packed"]:
-            candidates.append(Candidate(inside(store, manifest, filename), None, codec.partition(":")[0]))
-        abouts.append(about)
-        files.append(candidates)
-    chosen = shard_files(store, manifest, files, padded=True)
-    return [Member(entry, {**about, "codec": used}) for about, (entry, used) in zip(abouts, chosen, strict=True)]
+
+    def describe(chunk: dict[str, Any]) -> tuple[dict[str, Any], list[list[Candidate]]]:
+        filename, dim, size = chunk["filename"], chunk["dim"], int(chunk["chunk_bytes"])
+        packed = codec is not None and f".{codec}." in str(filename)
+        about = {"samples": int(chunk["chunk_size"]), "bytes": size, "dim": None if dim is None else int(dim)}
+        plain = filename.replace(f".{codec}", "") if packed else filename
+        files = [Candidate(inside(store, manifest, plain), size, None)]
+        if codec is not None and packed:
+            files.append(Candidate(inside(store, manifest, filename), None, codec.partition(":")[0]))
+        return {**common, **about, "packed": packed}, [files]
+
+    return records.shard_members(store, manifest, "chunk", chunks, describe, padded=True)
 
 
 def _common(name: str, config: dict[str, Any], chunks: Sequence[Any], block_size: int | None) -> dict[str, Any]:
@@ -332,3 +280,213 @@ def _common(name: str, config: dict[str, Any], chunks: Sequence[Any], block_size
         "layout": "tokens" if tokens else "samples",
         "block": block_size,
     }
+
+
+SINGLE = "item"
+
+
+@dataclass(frozen=True)
+class Tree:
+    """A node, and the names of its children. A leaf has neither, and the number of its encoding."""
+
+    names: tuple[str, ...] = ()
+    children: tuple[Tree, ...] = ()
+    leaf: int = -1
+    is_list: bool = False
+
+    def columns(self) -> dict[str, Tree]:
+        """Return the outermost children by name."""
+        return {SINGLE: self} if self.leaf >= 0 else dict(zip(self.names, self.children, strict=True))
+
+    def array(self, leaves: Sequence[Callable[[], pa.Array]], rows: int) -> pa.Array:
+        """Return the array of a column. ``leaves`` return the arrays of all leaves."""
+        if self.leaf >= 0:
+            return leaves[self.leaf]()
+        if not self.children:
+            empty: Any = [] if self.is_list else {}
+            return pa.array([empty] * rows, pa.list_(pa.null()) if self.is_list else pa.struct([]))
+        parts = [child.array(leaves, rows) for child in self.children]
+        if self.is_list and len({part.type for part in parts}) == 1:
+            order = np.arange(rows * len(parts), dtype=np.int64).reshape(len(parts), rows).T.reshape(-1)
+            places = pa.Array.from_buffers(pa.int64(), len(order), [None, pa.py_buffer(order)])
+            values = pa.concat_arrays(parts).take(places)
+            return pa.FixedSizeListArray.from_arrays(values, len(parts))
+        return pa.StructArray.from_arrays(parts, names=list(self.names))
+
+
+def parsed_tree(text: str, leaves: int, name: str) -> Tree:
+    """Return the tree of a ``data_spec``. Raise FormatError if it does not have this number of leaves."""
+    try:
+        return _parsed(text, leaves)
+    except (ValueError, TypeError, KeyError) as problem:
+        raise FormatError(f"{name}: its data_spec cannot be read: {problem}. Write the index again.") from None
+
+
+@lru_cache(maxsize=64)
+def _parsed(text: str, leaves: int) -> Tree:
+    _protocol, node = json.loads(text)
+    tree, count = _node(node, 0)
+    if not tree.columns() or count != leaves:
+        raise ValueError(f"it has {count} leaves, data_format has {leaves}")
+    return tree
+
+
+def _node(node: dict[str, Any], leaf: int) -> tuple[Tree, int]:
+    if node["type"] is None:
+        return Tree(leaf=leaf), leaf + 1
+    children = []
+    for child in node["children_spec"]:
+        tree, leaf = _node(child, leaf)
+        children.append(tree)
+    names = _names(node, len(children))
+    is_list = node["type"] in ("builtins.list", "builtins.tuple", "collections.deque")
+    return Tree(names, tuple(children), is_list=is_list), leaf
+
+
+def _names(node: dict[str, Any], count: int) -> tuple[str, ...]:
+    """Return the keys of a dict, and numbers for other nodes."""
+    context: Any = node["context"]
+    if isinstance(context, str) and node["type"].lower().endswith("dict"):
+        context = json.loads(context)
+    if isinstance(context, dict):  # of a defaultdict
+        context = context.get("dict_context")
+    keys: Sequence[Any] = context if isinstance(context, list) and len(context) == count else range(count)
+    return tuple(map(str, keys))
+
+
+_NUMPY = (
+    "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f2", "f4", "f8", "c8", "c16", "?",
+)  # fmt: skip
+_TORCH = (
+    "f4", "f4", "f8", "f8", "c8", "c8", "c16", "c16", "f2", "f2", "", "u1", "i1", "i2", "i2", "i4", "i4", "i8", "i8",
+    "?", "u2",
+)  # fmt: skip
+"""Dtypes by their numbers in LitData. Number 10 of torch is bfloat16, which it cannot write."""
+
+
+@lru_cache(maxsize=256)
+def leaf_encoding(text: str) -> Decode:
+    """Return the encoding of a leaf, by its entry in ``data_format``."""
+    name, _, argument = text.partition(":")
+    if name in ("no_header_numpy", "no_header_tensor"):
+        return partial(_flat, dtype=dtype_of(name, int(argument)))
+    return _LEAVES.get(name, _BINARY)
+
+
+def dtype_of(name: str, number: int) -> np.dtype[Any]:
+    """Return a dtype by its number. Raise BadSampleError for an unknown one."""
+    known = _TORCH if name.endswith("tensor") else _NUMPY
+    if not 0 <= number < len(known) or not known[number]:
+        raise BadSampleError(0, f"its array has the unknown dtype {number}")
+    return np.dtype(known[number])
+
+
+def _flat(values: Values, dtype: np.dtype[Any]) -> pa.Array:
+    """Return arrays of one dimension, which are stored without a header."""
+    records.first_true(
+        values.sizes % dtype.itemsize != 0, lambda i: f"an array of {dtype} does not have {values.sizes[i]} bytes"
+    )
+    return records.arrays(values, dtype, (values.sizes // dtype.itemsize)[:, None])
+
+
+def _with_header(values: Values, name: str, order: str) -> pa.Array:
+    """Return arrays after a header of uint32: their dtype, the number of their dimensions, and the dimensions."""
+    if not len(values):
+        return pa.nulls(0)
+    records.first_true(values.sizes < 8, lambda _: "its array has no header")
+    heads = records.integers(values.data, values.starts, 2, f"{order}u4")
+    records.first_true((heads != heads[0]).any(axis=1), lambda _: "its array has another dtype or number of dimensions")
+    number, axes = heads[0].tolist()
+    records.first_true(values.sizes < 8 + 4 * axes, lambda _: f"its array has no room for {axes} dimensions")
+    shapes = records.integers(values.data, values.starts + 8, axes, f"{order}u4")
+    return records.arrays(values.without(8 + 4 * axes), dtype_of(name, number), shapes)
+
+
+def _nested(values: Values) -> pa.Array:
+    texts = []
+    for number in range(len(values)):
+        value = values.value(number)
+        try:
+            texts.append(json.dumps(_nested_value(value), ensure_ascii=False))
+        except (ValueError, RecursionError) as problem:
+            raise BadSampleError(number, f"its nested value cannot be read: {problem}") from None
+    return pa.array(texts, pa.string())
+
+
+def _nested_value(raw: bytes) -> Any:
+    """Return a nested value: JSON, or the compact form that begins with a tag."""
+    return json.loads(raw) if not raw or raw[0] > 32 else _Tagged(raw).value()
+
+
+class _Tagged:
+    """Reader of values in the compact form: each has a tag, and most a count."""
+
+    def __init__(self, raw: bytes) -> None:
+        self._raw, self._at = raw, 0
+
+    def value(self) -> Any:
+        tag = self._number("<B")
+        if tag > 6:
+            return self._scalar(tag)
+        count = self._number("<I")
+        if tag == 0:
+            return json.loads(self._bytes(count))
+        if tag == 1:
+            return [self._text() for _ in self._times(count)]
+        if tag in (2, 3):
+            return np.frombuffer(self._bytes(8 * count), "<i8" if tag == 2 else "<f8").tolist()
+        if tag == 4:
+            return [bool(byte) for byte in self._bytes(count)]
+        if tag == 5:
+            return {self._text(): self.value() for _ in self._times(count)}
+        keys = [self._text() for _ in self._times(self._number("<I"))]  # dicts with the same keys
+        return [{key: self._scalar(_OF_DICTS.get(self._number("<B"), -1)) for key in keys} for _ in self._times(count)]
+
+    def _scalar(self, tag: int) -> Any:
+        if tag == 7:
+            return self._text()
+        if tag in (8, 9):
+            return self._number("<q" if tag == 8 else "<d")
+        if tag == 10:
+            return bool(self._number("<B"))
+        if tag == 11:
+            return None
+        raise ValueError(f"the tag {tag} is unknown")
+
+    def _number(self, form: str) -> Any:
+        return struct.unpack(form, self._bytes(struct.calcsize(form)))[0]
+
+    def _text(self) -> str:
+        return self._bytes(self._number("<I")).decode()
+
+    def _bytes(self, size: int) -> bytes:
+        start, self._at = self._at, self._at + size
+        if self._at > len(self._raw):
+            raise ValueError("it is truncated")
+        return self._raw[start : self._at]
+
+    def _times(self, count: int) -> range:
+        """Return a range for a count that may be damaged: no value takes less than a byte."""
+        if count > len(self._raw):
+            raise ValueError("it is truncated")
+        return range(count)
+
+
+_OF_DICTS = {0x10: 11, 0x11: 7, 0x12: 8, 0x13: 9, 0x14: 10}
+"""Tags of scalars in lists of dicts, as tags of values."""
+
+
+_BINARY = partial(records.bytes_array, kind=pa.binary())
+_TEXT = partial(records.bytes_array, kind=pa.string())
+_LEAVES: dict[str, Decode] = {
+    "str": _TEXT,
+    "text": _TEXT,
+    "bool": partial(records.scalars, dtype=np.dtype("?")),
+    "int": partial(records.scalars, dtype=np.dtype("i8")),
+    "float": partial(records.scalars, dtype=np.dtype("f8")),
+    "numpy": partial(_with_header, name="numpy", order="<"),
+    "tensor": partial(_with_header, name="tensor", order=">"),
+    "pil": records.images,
+    "jpeg_array": partial(records.image_lists, skipped=0),
+    "json": _nested,
+}

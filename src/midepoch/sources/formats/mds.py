@@ -22,42 +22,12 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from midepoch.errors import DataNotFoundError, FormatError
+from midepoch.errors import FormatError
 from midepoch.sources.fingerprints import BEGINNING, fingerprint
-from midepoch.sources.formats import Block, Format, Member, Scanned
-from midepoch.sources.formats.records import (
-    BadSampleError,
-    Bytes,
-    Candidate,
-    Int64Array,
-    ShardFile,
-    Values,
-    arrays,
-    bytes_array,
-    columns_of,
-    cut,
-    damaged_offset,
-    decoded,
-    first_true,
-    fixed_arrays,
-    footer_parts,
-    gathered,
-    image_file,
-    integers,
-    naming,
-    numbers_array,
-    offsets_in,
-    packed_footer,
-    set_blocks,
-    shard_files,
-)
+from midepoch.sources.formats import Block, Format, Member, Scanned, records
+from midepoch.sources.formats.records import BadSampleError, Bytes, Candidate, Decode, Int64Array, ShardFile, Values
 from midepoch.sources.manifests import inside, read_manifest
 from midepoch.storage.stores import Entry, Store
-
-Decode = Callable[[Values], pa.Array]
-"""Function that decodes all values of a column. Without values, its array has the type that they would have, or that of
-nulls if only values determine it.
-"""
 
 _CODES = {
     8: "uint8", 9: "int8", 16: "uint16", 17: "int16", 18: "float16", 32: "uint32", 33: "int32", 34: "float32",
@@ -78,12 +48,6 @@ def encoding_of(text: str) -> Decode:
     return _ENCODINGS[text]
 
 
-def scalars(values: Values, dtype: np.dtype[Any]) -> pa.Array:
-    """Return values of a fixed size as numbers."""
-    values.checked(dtype.itemsize, str(dtype))
-    return numbers_array(gathered(values), dtype)
-
-
 def _ndarray(arguments: str) -> Decode:
     name, _, sizes = arguments.partition(":")
     if name and name not in _CODES.values():
@@ -91,7 +55,7 @@ def _ndarray(arguments: str) -> Decode:
     dtype = np.dtype(name) if name else None
     if dtype is None or not sizes:
         return partial(_dynamic, dtype=dtype)
-    return partial(fixed_arrays, dtype=dtype, shape=tuple(map(int, sizes.split(","))))
+    return partial(records.fixed_arrays, dtype=dtype, shape=tuple(map(int, sizes.split(","))))
 
 
 def _dynamic(values: Values, dtype: np.dtype[Any] | None) -> pa.Array:
@@ -100,28 +64,30 @@ def _dynamic(values: Values, dtype: np.dtype[Any] | None) -> pa.Array:
         return pa.nulls(0)
     if dtype is None:
         codes = _first_bytes(values)
-        first_true(codes != codes[0], lambda i: f"its array is {_dtype(codes[i])}, that of others {_dtype(codes[0])}")
+        records.first_true(
+            codes != codes[0], lambda i: f"its array is {_dtype(codes[i])}, that of others {_dtype(codes[0])}"
+        )
         dtype, values = np.dtype(_dtype(codes[0])), values.without(1)
     marks = _first_bytes(values)
     dimensions, widths = marks >> 2, 1 << (marks & 3)
-    first_true(
+    records.first_true(
         dimensions != dimensions[0],
         lambda i: f"its array has {dimensions[i]} dimensions, that of others {dimensions[0]}",
     )
     values = values.without(1)
     axes = int(dimensions[0])
-    first_true(values.sizes < axes * widths, lambda _: "its array is shorter than its shape")
+    records.first_true(values.sizes < axes * widths, lambda _: "its array is shorter than its shape")
     shapes = np.zeros((len(values), axes), np.int64)
     for width in np.unique(widths).tolist():
         rows = widths == width
-        shapes[rows] = integers(values.data, values.starts[rows], axes, f"<u{width}")
-    first_true(shapes.min(axis=1, initial=0) < 0, lambda _: "its array has an impossible shape")
-    return arrays(values.without(axes * widths), dtype, shapes)
+        shapes[rows] = records.integers(values.data, values.starts[rows], axes, f"<u{width}")
+    records.first_true(shapes.min(axis=1, initial=0) < 0, lambda _: "its array has an impossible shape")
+    return records.arrays(values.without(axes * widths), dtype, shapes)
 
 
 def _first_bytes(values: Values) -> Int64Array:
-    first_true(values.sizes < 1, lambda _: "its array is empty")
-    return integers(values.data, values.starts, 1, "u1")[:, 0]
+    records.first_true(values.sizes < 1, lambda _: "its array is empty")
+    return records.integers(values.data, values.starts, 1, "u1")[:, 0]
 
 
 def _dtype(code: Any) -> str:
@@ -132,7 +98,7 @@ def _dtype(code: Any) -> str:
 
 def floats(values: Values) -> pa.Array:
     """Return floats that are stored as text."""
-    texts, found = bytes_array(values, pa.string()), []
+    texts, found = records.bytes_array(values, pa.string()), []
     for number, text in enumerate(texts.to_pylist()):
         try:
             found.append(float(text))
@@ -141,38 +107,8 @@ def floats(values: Values) -> pa.Array:
     return pa.array(found, pa.float64())
 
 
-def image_lists(values: Values, skipped: int, convert: Callable[[bytes], bytes] = bytes) -> pa.Array:
-    """Return lists of files: after ``skipped`` bytes their number, their sizes (all uint32), and their contents."""
-    found = []
-    for number in range(len(values)):
-        value = values.value(number)
-        count = int.from_bytes(value[skipped : skipped + 4], "little")
-        at = skipped + 4 + 4 * count
-        sizes = np.frombuffer(value[skipped + 4 : at], "<u4").tolist() if at <= len(value) else []
-        if len(sizes) != count or at + sum(sizes) != len(value):
-            raise BadSampleError(number, f"its list of images does not have {len(value)} bytes")
-        files = []
-        for size in sizes:
-            files.append(_converted(convert, value[at : at + size], number))
-            at += size
-        found.append(files)
-    return pa.array(found, pa.list_(pa.binary()))
-
-
-def _converted(convert: Callable[[bytes], bytes], value: bytes, number: int) -> bytes:
-    try:
-        return convert(value)
-    except ValueError as problem:
-        raise BadSampleError(number, str(problem)) from None
-
-
-def images(values: Values) -> pa.Array:
-    """Return raw images as files."""
-    return pa.array([_converted(image_file, values.value(i), i) for i in range(len(values))], pa.binary())
-
-
-_BINARY = partial(bytes_array, kind=pa.binary())
-_TEXT = partial(bytes_array, kind=pa.string())
+_BINARY = partial(records.bytes_array, kind=pa.binary())
+_TEXT = partial(records.bytes_array, kind=pa.string())
 _ENCODINGS: dict[str, Decode] = {
     "bytes": _BINARY,
     "str": _TEXT,
@@ -180,17 +116,17 @@ _ENCODINGS: dict[str, Decode] = {
     "str_float": floats,
     "str_decimal": _TEXT,
     "json": _TEXT,
-    "pil": images,
+    "pil": records.images,
     "jpeg": _BINARY,
     "png": _BINARY,
-    "jpeg_array": partial(image_lists, skipped=0),
-    "jpegarray": partial(image_lists, skipped=0),
-    "list[jpeg]": partial(image_lists, skipped=4),
-    "list[png]": partial(image_lists, skipped=4),
-    "list[pil]": partial(image_lists, skipped=4, convert=image_file),
+    "jpeg_array": partial(records.image_lists, skipped=0),
+    "jpegarray": partial(records.image_lists, skipped=0),
+    "list[jpeg]": partial(records.image_lists, skipped=4),
+    "list[png]": partial(records.image_lists, skipped=4),
+    "list[pil]": partial(records.image_lists, skipped=4, convert=records.image_file),
     "pkl": _BINARY,
-    "int": partial(scalars, dtype=np.dtype("int64")),
-    **{name: partial(scalars, dtype=np.dtype(name)) for name in _CODES.values()},
+    "int": partial(records.scalars, dtype=np.dtype("int64")),
+    **{name: partial(records.scalars, dtype=np.dtype(name)) for name in _CODES.values()},
 }
 
 
@@ -258,94 +194,70 @@ class MdsFormat(Format):
             shard = ShardFile(file, name, about["codec"], about["bytes"])
             probe = BEGINNING if about["packed"] else _PROBE
             head = shard.beginning((4 * (samples + 2) if lines is None else 0) + 2 * probe)
-            offsets = offsets_in(head, samples, name) if lines is None else lines
+            offsets = records.offsets_in(head, samples, name) if lines is None else lines
             if offsets[-1] != shard.size:
-                raise damaged_offset(name, samples - 1)
-            schema = _schema(shard, about, offsets)
+                raise records.damaged_offset(name, samples - 1)
+            found = records.scanned(
+                _schema(shard, about, offsets), about, offsets, records.block_starts(offsets, shard.codec)
+            )
             described = {key: about[key] for key in ("names", "encodings", "samples", "bytes", "hashes", "packed")}
             identity = json.dumps(described, sort_keys=True).encode() + shard.beginning(int(offsets[0]) + probe)
-            size = 0 if about["packed"] else file.size
-            found = Scanned(schema, etag=file.etag, fingerprint=fingerprint(identity, file.read_at, size))
-        set_blocks(found, cut(offsets, shard.codec), samples)
-        found.decoded_bytes = float(shard.size)
-        kept = {key: about[key] for key in ("names", "encodings", "sizes", "samples", "bytes", "codec", "text")}
-        found.footer = packed_footer({**kept, "kinds": [str(kind) for kind in schema.types]}, offsets)
+            found.etag = file.etag
+            found.fingerprint = fingerprint(identity, file.read_at, 0 if about["packed"] else file.size)
         return found
 
     def decode(self, store: Store, block: Block, schema: pa.Schema, columns: Sequence[str]) -> pa.Table:
         assert block.end is not None
-        about, offsets = footer_parts(block.footer)
+        about, offsets = records.footer_parts(block.footer)
         offsets = offsets[block.offset : block.end + 1]
-        name = store.name(block.entry.path)
         with store.open(block.entry) as file:
-            data = ShardFile(file, name, about["codec"], about["bytes"]).read(int(offsets[0]), int(offsets[-1]))
-        own = [column for column in columns if column in about["names"]]
-        decodes = _columns(name, block.offset, data, offsets - offsets[0], about)
-        kinds = dict(zip(about["names"], about["kinds"], strict=True))
-        return decoded(name, block.offset, {column: decodes[column] for column in own}, len(offsets) - 1, kinds)
+            shard = ShardFile(file, store.name(block.entry.path), about["codec"], about["bytes"])
+            decodes = _columns(shard, block.offset, offsets, about)
+        own = {column: decodes[column] for column in columns if column in decodes}
+        return records.decoded(shard.name, block.offset, own, len(offsets) - 1, about["kinds"])
 
 
 def _columns(
-    name: str, first: int, data: Bytes, offsets: Int64Array, about: dict[str, Any]
+    shard: ShardFile, first: int, offsets: Int64Array, about: dict[str, Any]
 ) -> dict[str, Callable[[], pa.Array]]:
-    """Return functions that decode the columns of some samples."""
+    """Return functions that decode the columns of some samples, which have these offsets."""
+    data, offsets = shard.read(int(offsets[0]), int(offsets[-1])), offsets - offsets[0]
     pairs = list(zip(about["names"], about["encodings"], strict=True))
-    with naming(name, first):
+    with records.naming(shard.name, first):
         if about["text"] is not None:
             rows, is_json = _rows(data, offsets, about), about["text"]["separator"] is None
             return {column: partial(_converted_text, rows, column, encoding, is_json) for column, encoding in pairs}
-        values = columns_of(data, offsets, about["sizes"])
+        values = records.columns_of(data, offsets, about["sizes"])
     return {
         column: partial(encoding_of(encoding), each) for (column, encoding), each in zip(pairs, values, strict=True)
     }
 
 
-@lru_cache(maxsize=256)
-def _kind(encoding: str) -> pa.DataType:
-    """Return the type of a column, that of nulls if only its values determine it."""
-    none = np.empty(0, np.int64)
-    return encoding_of(encoding)(Values(np.empty(0, np.uint8), none, none)).type
-
-
 def _schema(shard: ShardFile, about: dict[str, Any], offsets: Int64Array) -> pa.Schema:
     """Return the types: those of the first sample where the encodings do not determine them."""
-    if about["text"] is not None:
-        return pa.schema(
-            [(name, _TEXTS[each][0]) for name, each in zip(about["names"], about["encodings"], strict=True)]
-        )
-    kinds = dict(zip(about["names"], map(_kind, about["encodings"]), strict=True))
-    if about["samples"] and pa.null() in kinds.values():
-        first = _columns(shard.name, 0, shard.read(int(offsets[0]), int(offsets[1])), offsets[:2] - offsets[0], about)
-        unknown = {name: first[name] for name, kind in kinds.items() if kind == pa.null()}
-        kinds |= {field.name: field.type for field in decoded(shard.name, 0, unknown, 1).schema}
-    return pa.schema(list(kinds.items()))
+    schema = records.decoded(shard.name, 0, _columns(shard, 0, offsets[:1], about), 0).schema
+    if about["samples"] and pa.null() in schema.types:
+        first = _columns(shard, 0, offsets[:2], about)
+        unknown = {field.name: first[field.name] for field in schema if field.type == pa.null()}
+        types = {field.name: field.type for field in records.decoded(shard.name, 0, unknown, 1).schema}
+        schema = pa.schema([field.with_type(types.get(field.name, field.type)) for field in schema])
+    return schema
 
 
 def _members(store: Store, manifest: Entry) -> list[Member]:
-    contents, name = read_manifest(store, manifest), store.name(manifest.path)
+    contents = read_manifest(store, manifest)
     if contents.get("version") != _VERSION:
         raise FormatError(
-            f"{name}: version 2 of MDS is expected, found {contents.get('version')!r}. Copy or download it again, or "
-            "write the shards with a current version of mosaicml-streaming."
+            f"{store.name(manifest.path)}: version 2 of MDS is expected, found {contents.get('version')!r}. Copy or "
+            "download it again, or write the shards with a current version of mosaicml-streaming."
         )
-    if not contents["shards"]:
-        raise DataNotFoundError(f"{name} names no shards. Check the program that wrote it.")
-    abouts, data, meta = [], [], []
-    for number, shard in enumerate(contents["shards"]):
-        try:
-            about = _about(shard)
-            data.append(_candidates(store, manifest, shard, "data"))
-            meta += [] if about["text"] is None else [_candidates(store, manifest, shard, "meta")]
-        except (KeyError, TypeError, AttributeError, ValueError) as problem:
-            text = f"{name}: the entry of shard {number} is invalid: {problem!r}. Write it again."
-            raise FormatError(text) from None
-        abouts.append(about)
-    files = shard_files(store, manifest, [*data, *meta])
-    beside = iter(files[len(data) :])
-    return [
-        Member(entry, {**about, "codec": codec, "meta": None if about["text"] is None else next(beside)})
-        for about, (entry, codec) in zip(abouts, files[: len(data)], strict=True)
-    ]
+
+    def describe(shard: dict[str, Any]) -> tuple[dict[str, Any], list[list[Candidate]]]:
+        about = _about(shard)
+        parts = ("data",) if about["text"] is None else ("data", "meta")
+        return about, [_candidates(store, manifest, shard, part) for part in parts]
+
+    return records.shard_members(store, manifest, "shard", contents["shards"], describe)
 
 
 def _about(shard: dict[str, Any]) -> dict[str, Any]:
@@ -388,8 +300,8 @@ def _candidates(store: Store, manifest: Entry, shard: dict[str, Any], part: str)
 
 def _line_offsets(store: Store, about: dict[str, Any]) -> Int64Array:
     """Return the offsets of the lines of a shard, from the file beside it."""
-    entry, codec = about["meta"]
+    ((entry, codec),) = about["beside"]
     samples, name = about["samples"], store.name(entry.path)
     with store.open(entry) as file:
         shard = ShardFile(file, name, codec, about["meta_bytes"])
-        return offsets_in(shard.beginning(4 * (samples + 2)), samples, name, least=0)
+        return records.offsets_in(shard.beginning(4 * (samples + 2)), samples, name, least=0)

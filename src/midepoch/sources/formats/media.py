@@ -14,7 +14,7 @@ import json
 import logging
 import os
 import posixpath
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -30,7 +30,7 @@ from midepoch.sources.fingerprints import fingerprint, spaced
 from midepoch.sources.formats import Block, Format, Scanned, decoded, format_named, table_of
 from midepoch.sources.index import for_all
 from midepoch.sources.names import Listing, is_metadata
-from midepoch.sources.schemas import unified
+from midepoch.sources.schemas import nulls, unified
 from midepoch.storage.damage import changed, removed
 from midepoch.storage.stores import Entry, Store
 
@@ -186,15 +186,16 @@ def described_rows(
             )
     files = _Files(store, listing, skip_damage)
     parts = [files.resolved(entry, table, list(columns)) for entry, table in zip(described, tables, strict=True)]
-    table = pa.concat_tables(part for part, _ in parts)
-    table = table.rename_columns(delivered)
-    hash_files(digest, store, files.used, files.names, skip_damage)
+    table = pa.concat_tables(part for part, _ in parts).rename_columns(delivered)
+    hash_files(digest, store, files.used, skip_damage)
     files.report()
     features: dict[str, Any] = {}
     for name, column in columns.items():
         is_list = pa.types.is_list(schema.field(name).type)
         features[column] = [feature_of(kind)] if is_list else feature_of(kind)
-    return MediaTable(table, np.concatenate([sizes for _, sizes in parts]), digest.hexdigest(), features)
+    return MediaTable(
+        table, np.array([size for _, sizes in parts for size in sizes], np.int64), digest.hexdigest(), features
+    )
 
 
 def _tables(store: Store, described: Sequence[Entry], digest: Any, skip_damage: bool) -> list[pa.Table]:
@@ -239,77 +240,66 @@ def _column(name: str, kind: str) -> str:
     return name[: -len("_file_name")] or kind
 
 
+class _MissingError(Exception):
+    """A row names a file that does not exist, and is left out."""
+
+
 class _Files:
-    """Files of a listing by their paths. ``used`` and ``names``: those that were found, in order."""
+    """Files of a listing by their paths. ``used``: those that were found, in order, with their names."""
 
     def __init__(self, store: Store, listing: Listing, skip_damage: bool) -> None:
         self._store, self._skips = store, skip_damage
         pairs = zip(listing.files, listing.names, strict=True)
         self._known = {entry.path: (entry, name) for entry, name in pairs}
         self._missing: list[str] = []
-        self.used: list[Entry] = []
-        self.names: list[str] = []
+        self.used: list[tuple[Entry, str]] = []
 
-    def resolved(self, metadata: Entry, table: pa.Table, columns: Sequence[str]) -> tuple[pa.Table, Any]:
+    def resolved(self, metadata: Entry, table: pa.Table, columns: Sequence[str]) -> tuple[pa.Table, list[int]]:
         """Return the table with files in place of their names, and the bytes of the files of each row."""
-        folder = posixpath.dirname(metadata.path)
-        found = {
-            name: [self._row(metadata, folder, i, value) for i, value in enumerate(table.column(name).to_pylist())]
-            for name in columns
-        }
-        kept = [i for i in range(table.num_rows) if all(each[i] is not False for each in found.values())]
+        kept, rows, sizes = [], [], []
+        for number, names in enumerate(zip(*(table.column(name).to_pylist() for name in columns), strict=True)):
+            start = len(self.used)
+            try:
+                rows.append([self._value(metadata, number, each) for each in names])
+            except _MissingError:
+                del self.used[start:]
+                continue
+            kept.append(number)
+            sizes.append(sum(entry.size for entry, _ in self.used[start:]))
         table = table.take(pa.array(kept, pa.int64()))
-        for name, each in found.items():
-            place, is_list = table.schema.get_field_index(name), pa.types.is_list(table.schema.field(name).type)
-            values = [_located(each[i]) for i in kept]
-            table = table.set_column(place, name, pa.array(values, pa.list_(LOCATED) if is_list else LOCATED))
-        rows = [[file for each in found.values() for file in _flat(each[i])] for i in kept]
-        self.used += [entry for files in rows for entry, _ in files]
-        self.names += [name for files in rows for _, name in files]
-        return table, np.array([sum(entry.size for entry, _ in files) for files in rows], np.int64)
+        for i, name in enumerate(columns):
+            place = table.schema.get_field_index(name)
+            kind = pa.list_(LOCATED) if pa.types.is_list(table.schema.field(place).type) else LOCATED
+            table = table.set_column(place, name, pa.array([row[i] for row in rows], kind))
+        return table, sizes
 
-    def _row(self, metadata: Entry, folder: str, row: int, value: Any) -> Any:
-        """Return the file, or the list of files, that a row names. None for a null, False for a missing file."""
+    def _value(self, metadata: Entry, row: int, value: Any) -> Any:
+        """Return the value of a file, or of a list of files, that a row names. None for a null."""
         if isinstance(value, list):
-            files = [self._row(metadata, folder, row, each) for each in value]
-            return False if any(each is False for each in files) else files
+            return [self._value(metadata, row, each) for each in value]
         if value is None:
             return None
         place = f"{self._store.name(metadata.path)}: row {row} (the first is 0)"
-        name = posixpath.normpath(value).replace("\\", "/")
+        name, folder = posixpath.normpath(value).replace("\\", "/"), posixpath.dirname(metadata.path)
         if "://" in value or name == ".." or name.startswith(("/", "../")):
             raise FormatError(f"{place} names the file {value!r}. Names must be relative, and below this folder.")
         found = self._known.get(posixpath.join(folder, name))
         if found is None and self._skips:
             self._missing.append(value)
-            return False
+            raise _MissingError
         if found is None:
             raise FormatError(
                 f"{place} names the file {value!r}, which does not exist in {self._store.name(folder)}. Restore it, or "
                 'pass on_error="skip" to leave out such rows.'
             )
-        return found
+        self.used.append(found)
+        entry, name = found
+        return {"path": entry.path, "name": name, "size": entry.size, "mtime_ns": entry.mtime_ns}
 
     def report(self) -> None:
         if self._missing:
             named = ", ".join(self._missing[:_NAMED]) + ", …" * (len(self._missing) > _NAMED)
             _log.warning("skipped %d rows whose files do not exist: %s", len(self._missing), named)
-
-
-def _flat(row: Any) -> Iterable[tuple[Entry, str]]:
-    if row is None:
-        return []
-    return [file for file in row if file is not None] if isinstance(row, list) else [row]
-
-
-def _located(row: Any) -> Any:
-    """Return the value of a file, or of a list of files."""
-    if isinstance(row, list):
-        return [_located(file) for file in row]
-    if row is None:
-        return None
-    entry, name = row
-    return {"path": entry.path, "name": name, "size": entry.size, "mtime_ns": entry.mtime_ns}
 
 
 BLOCK_BYTES = 4 << 20
@@ -364,7 +354,7 @@ def _labelled(store: Store, listing: Listing, kind: str, skip_damage: bool) -> M
         features["label"] = {"names": names, "_type": "ClassLabel"}
     sizes = np.array([entry.size for entry in listing.files], np.int64)
     digest = hashlib.blake2b(json.dumps(features).encode(), digest_size=16)
-    hash_files(digest, store, listing.files, listing.names, skip_damage)
+    hash_files(digest, store, list(zip(listing.files, listing.names, strict=True)), skip_damage)
     return MediaTable(pa.table(columns), sizes, digest.hexdigest(), features)
 
 
@@ -376,27 +366,25 @@ def located(files: Sequence[Entry], names: Sequence[str]) -> pa.StructArray:
     return pa.StructArray.from_arrays(arrays, fields=list(LOCATED))
 
 
-def hash_files(digest: Any, store: Store, files: Sequence[Entry], names: Sequence[str], skip_damage: bool) -> None:
+def hash_files(digest: Any, store: Store, files: Sequence[tuple[Entry, str]], skip_damage: bool) -> None:
     """Add the names and sizes of files to a hash, and the fingerprints of some of them."""
-    rows = [f"{name}\0{entry.size}\0" for name, entry in zip(names, files, strict=True)]
-    digest.update("".join(rows).encode())
-    some = [files[number] for number in spaced(len(files) - 1, _SAMPLED)] if files else []
+    digest.update("".join(f"{name}\0{entry.size}\0" for entry, name in files).encode())
+    some = [files[number][0] for number in spaced(len(files) - 1, _SAMPLED)] if files else []
     for found in for_all(partial(_sampled, store, skip_damage), some, lambda _: None):
         digest.update(found.encode())
 
 
 def _sampled(store: Store, skip_damage: bool, entry: Entry) -> str:
-    return store.persist(entry.path, "indexed", partial(_contents, store, entry, skip_damage))
+    def read() -> str:
+        try:
+            with store.open(entry) as file:
+                return fingerprint(b"", file.read_at, file.size)
+        except PermissionError:
+            if not skip_damage:
+                raise
+            return ""
 
-
-def _contents(store: Store, entry: Entry, skip_damage: bool) -> str:
-    try:
-        with store.open(entry) as file:
-            return fingerprint(b"", file.read_at, file.size)
-    except PermissionError:
-        if not skip_damage:
-            raise
-        return ""
+    return store.persist(entry.path, "indexed", read)
 
 
 def _grouped(rows: MediaTable, skip_damage: bool) -> Scanned:
@@ -441,8 +429,6 @@ def _delivered(kind: pa.DataType) -> pa.DataType:
 
 def _nullable(table: pa.Table, skip_damage: bool) -> set[tuple[str, ...]]:
     """Return the paths with a null. With ``skip_damage``, the bytes of a file that cannot be read are null."""
-    from midepoch.sources.schemas import nulls
-
     found = {path for path in nulls(table) if not _is_located(table.schema.field(path[0]).type) or len(path) == 1}
     if skip_damage:
         found |= {(field.name, "bytes") for field in table.schema if field.type == LOCATED}

@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.orc as po
 
 from midepoch.sources.fingerprints import fingerprint
-from midepoch.sources.formats import Block, Format, Scanned
+from midepoch.sources.formats import Block, Format, Scanned, varint
 from midepoch.storage.damage import DamageError, is_damage
 from midepoch.storage.stores import Entry, OpenFile, Store
 
@@ -97,32 +97,20 @@ def _chunks(raw: bytes, codec: int) -> Iterator[bytes]:
         elif codec == _ZSTD:
             yield pa.CompressedInputStream(pa.BufferReader(data), "zstd").read()
         elif codec == _SNAPPY:
-            yield pa.Codec("snappy").decompress(data, _varint(data, 0)[0], asbytes=True)
-
-
-def _varint(data: bytes, at: int) -> tuple[int, int]:
-    value = shift = 0
-    while True:
-        byte = data[at]
-        value |= (byte & 127) << shift
-        at, shift = at + 1, shift + 7
-        if byte < 128:
-            return value, at
-        if shift > 63:
-            raise ValueError("a number in its footer is too long")
+            yield pa.Codec("snappy").decompress(data, varint(data, 0)[0], asbytes=True)
 
 
 def _fields(data: bytes) -> Iterator[tuple[int, int | bytes]]:
     """Yield the fields of a protobuf message: integers, and bytes for all other types."""
     at = 0
     while at < len(data):
-        key, at = _varint(data, at)
+        key, at = varint(data, at)
         kind = key & 7
         if kind == 0:
-            value, at = _varint(data, at)
+            value, at = varint(data, at)
             yield key >> 3, value
         else:
-            size, at = _varint(data, at) if kind == 2 else ({1: 8, 5: 4}[kind], at)
+            size, at = varint(data, at) if kind == 2 else ({1: 8, 5: 4}[kind], at)
             yield key >> 3, data[at : at + size]
             at += size
 
@@ -166,6 +154,6 @@ def _subtypes(message: bytes) -> list[int]:
     found = [value for name, value in _fields(message) if name == 2 and isinstance(value, int)]
     at = 0
     while at < len(packed):
-        value, at = _varint(packed, at)
+        value, at = varint(packed, at)
         found.append(value)
     return found

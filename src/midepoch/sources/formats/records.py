@@ -18,7 +18,7 @@ import pyarrow as pa
 
 from midepoch._native.ranges import copy_ranges
 from midepoch.errors import CorruptBlockError, DataNotFoundError, FormatError, MidepochError
-from midepoch.sources.formats import Scanned, table_of
+from midepoch.sources.formats import Member, Scanned, table_of
 from midepoch.sources.listing import stat_all
 from midepoch.storage.damage import DamageError
 from midepoch.storage.stores import Entry, OpenFile, Store
@@ -116,35 +116,53 @@ class Candidate(NamedTuple):
     codec: str | None
 
 
-def shard_files(
-    store: Store, manifest: Entry, shards: Sequence[Sequence[Candidate]], *, padded: bool = False
-) -> list[tuple[Entry, str | None]]:
-    """Return the file of each shard, and its compression: the plain one if it is complete, else the compressed one.
+def shard_members(
+    store: Store,
+    manifest: Entry,
+    what: str,
+    entries: Sequence[Any],
+    describe: Callable[[dict[str, Any]], tuple[dict[str, Any], list[list[Candidate]]]],
+    *,
+    padded: bool = False,
+) -> list[Member]:
+    """Return the shards that a manifest lists, each with its description, its compression and the files beside it.
 
-    ``padded``: files may be larger than their manifest says.
+    ``describe`` returns the description of an entry, and the candidates for each of its files. The plain one is used
+    if it is complete, else the compressed one. ``padded``: files may be larger than their manifest says.
     """
-    present = stat_all(store, [file.path for files in shards for file in files])
-    found = []
-    for files in shards:
-        there = [(present[path], size, codec) for path, size, codec in files if path in present]
-        if not there:
-            names = " and ".join(store.name(file.path) for file in files)
-            raise DataNotFoundError(
-                f"{names} does not exist, but {store.name(manifest.path)} names it. Copy or download it."
-            )
-        complete = (
-            (entry, codec)
-            for entry, size, codec in there
-            if size is None or entry.size == size or (padded and entry.size > size)
-        )
-        if (chosen := next(complete, None)) is None:
-            entry, size, _ = there[0]
-            raise FormatError(
-                f"{store.name(entry.path)} has {entry.size} bytes, {store.name(manifest.path)} says {size}: it is "
-                "truncated or from another dataset. Copy or download it again."
-            )
-        found.append(chosen)
-    return found
+    name = store.name(manifest.path)
+    if not entries:
+        raise DataNotFoundError(f"{name} names no {what}s. Check the program that wrote it.")
+    described = []
+    for number, each in enumerate(entries):
+        try:
+            described.append(describe(each))
+        except (KeyError, TypeError, AttributeError, ValueError) as problem:
+            text = f"{name}: the entry of {what} {number} is invalid: {problem!r}. Write it again."
+            raise FormatError(text) from None
+    present = stat_all(store, [file.path for _, files in described for candidates in files for file in candidates])
+    members = []
+    for about, files in described:
+        (entry, codec), *beside = (_chosen(store, name, present, candidates, padded) for candidates in files)
+        members.append(Member(entry, {**about, "codec": codec, "beside": beside}))
+    return members
+
+
+def _chosen(
+    store: Store, manifest: str, present: dict[str, Entry], candidates: Sequence[Candidate], padded: bool
+) -> tuple[Entry, str | None]:
+    there = [(present[path], size, codec) for path, size, codec in candidates if path in present]
+    if not there:
+        names = " and ".join(store.name(file.path) for file in candidates)
+        raise DataNotFoundError(f"{names} does not exist, but {manifest} names it. Copy or download it.")
+    for entry, size, codec in there:
+        if size is None or entry.size == size or (padded and entry.size > size):
+            return entry, codec
+    entry, size, _ = there[0]
+    raise FormatError(
+        f"{store.name(entry.path)} has {entry.size} bytes, {manifest} says {size}: it is truncated or from another "
+        "dataset. Copy or download it again."
+    )
 
 
 def offsets_in(head: bytes, samples: int, name: str, least: int | None = None) -> Int64Array:
@@ -171,21 +189,15 @@ def damaged_offset(name: str, sample: int) -> FormatError:
 
 
 def packed_footer(about: dict[str, Any], offsets: Int64Array) -> bytes:
-    """Return all that the decoding of a block needs. The offsets of samples of one size are two numbers."""
-    steps = np.diff(offsets)
-    uniform = len(steps) > 0 and bool((steps == steps[0]).all())
-    text = json.dumps({**about, "uniform": [int(offsets[0]), int(steps[0])] if uniform else None}).encode()
-    return len(text).to_bytes(4, "little") + text + (b"" if uniform else offsets.astype("<u4").tobytes())
+    """Return all that the decoding of a block needs. Of the offsets their differences, which are often all the same."""
+    text = json.dumps(about).encode()
+    return len(text).to_bytes(4, "little") + text + np.diff(offsets, prepend=0).astype("<u4").tobytes()
 
 
 def footer_parts(footer: bytes) -> tuple[dict[str, Any], Int64Array]:
     """Return the two arguments of ``packed_footer``."""
-    length = int.from_bytes(footer[:4], "little")
-    about = json.loads(footer[4 : 4 + length])
-    if about["uniform"] is not None:
-        start, step = about["uniform"]
-        return about, start + step * np.arange(about["samples"] + 1, dtype=np.int64)
-    return about, np.frombuffer(footer, "<u4", about["samples"] + 1, 4 + length).astype(np.int64)
+    start = 4 + int.from_bytes(footer[:4], "little")
+    return json.loads(footer[4:start]), np.cumsum(np.frombuffer(footer, "<u4", offset=start), dtype=np.int64)
 
 
 Bytes = npt.NDArray[np.uint8]
@@ -262,6 +274,12 @@ class Values:
     def checked(self, sizes: Int64Array | int, what: str) -> None:
         """Raise BadSampleError if a value does not have the size that it needs."""
         first_true(self.sizes != sizes, lambda i: f"{what}: it cannot have {self.sizes[i]} bytes")
+
+
+Decode = Callable[[Values], pa.Array]
+"""Function that decodes all values of a column. Without values, its array has the type that they would have, or that of
+nulls if only values determine it.
+"""
 
 
 def first_true(wrong: npt.NDArray[np.bool_], reason: Callable[[int], str]) -> None:
@@ -352,7 +370,7 @@ def _not_text(values: Values) -> tuple[int, str]:
     raise AssertionError("Arrow refuses text that Python decodes")
 
 
-def numbers_array(flat: Bytes, dtype: np.dtype[Any]) -> pa.Array:
+def numbers_array(flat: npt.NDArray[Any], dtype: np.dtype[Any]) -> pa.Array:
     """Return bytes as an array of numbers, booleans, or pairs of floats for complex numbers."""
     if dtype.kind == "c":
         parts = numbers_array(flat, np.dtype(f"f{dtype.itemsize // 2}"))
@@ -391,7 +409,43 @@ def fixed_arrays(values: Values, dtype: np.dtype[Any], shape: Sequence[int]) -> 
     return array
 
 
-def cut(offsets: Int64Array, codec: str | None) -> list[int]:
+def scalars(values: Values, dtype: np.dtype[Any]) -> pa.Array:
+    """Return values of a fixed size as numbers."""
+    values.checked(dtype.itemsize, str(dtype))
+    return numbers_array(gathered(values), dtype)
+
+
+def image_lists(values: Values, skipped: int, convert: Callable[[bytes], bytes] = bytes) -> pa.Array:
+    """Return lists of files: after ``skipped`` bytes their number, their sizes (all uint32), and their contents."""
+    found = []
+    for number in range(len(values)):
+        value = values.value(number)
+        count = int.from_bytes(value[skipped : skipped + 4], "little")
+        at = skipped + 4 + 4 * count
+        sizes = np.frombuffer(value[skipped + 4 : at], "<u4").tolist() if at <= len(value) else []
+        if len(sizes) != count or at + sum(sizes) != len(value):
+            raise BadSampleError(number, f"its list of images does not have {len(value)} bytes")
+        files = []
+        for size in sizes:
+            files.append(_converted(convert, value[at : at + size], number))
+            at += size
+        found.append(files)
+    return pa.array(found, pa.list_(pa.binary()))
+
+
+def _converted(convert: Callable[[bytes], bytes], value: bytes, number: int) -> bytes:
+    try:
+        return convert(value)
+    except ValueError as problem:
+        raise BadSampleError(number, str(problem)) from None
+
+
+def images(values: Values) -> pa.Array:
+    """Return raw images as files."""
+    return pa.array([_converted(image_file, values.value(i), i) for i in range(len(values))], pa.binary())
+
+
+def block_starts(offsets: Int64Array, codec: str | None) -> list[int]:
     """Return the first sample of each block. Blocks have about 8 MB, compressed ones 256 MB."""
     if len(offsets) < 2:
         return []
@@ -400,8 +454,10 @@ def cut(offsets: Int64Array, codec: str | None) -> list[int]:
     return [int(first) for first in np.unique(firsts)]
 
 
-def set_blocks(found: Scanned, firsts: Sequence[int], samples: int) -> None:
-    """Set the blocks of a shard with this number of samples, which begin with these."""
-    found.offsets = list(firsts)
-    found.rows = np.diff([*firsts, samples]).tolist() if firsts else []
-    found.stop = samples
+def scanned(schema: pa.Schema, about: dict[str, Any], offsets: Int64Array, firsts: Sequence[int]) -> Scanned:
+    """Return the scan of a shard: its schema, the offsets of its samples, and the first sample of each block."""
+    samples = len(offsets) - 1
+    found = Scanned(schema, list(firsts), np.diff([*firsts, samples]).tolist() if firsts else [], stop=samples)
+    found.decoded_bytes = float(offsets[-1] - offsets[0])
+    found.footer = packed_footer({**about, "kinds": {field.name: str(field.type) for field in schema}}, offsets)
+    return found

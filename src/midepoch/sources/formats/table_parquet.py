@@ -25,7 +25,8 @@ import pyarrow.types as pt
 
 from midepoch.errors import FormatError
 from midepoch.sources.formats import Block, Format, Scanned, table_of
-from midepoch.sources.formats.parquet import ParquetFormat, file_schema, large_columns, rows_of_groups
+from midepoch.sources.formats.parquet import ParquetFormat, footer_of
+from midepoch.sources.formats.records import numbers_array
 from midepoch.sources.schemas import children, has_large_text, large_text, plain_type, with_children
 from midepoch.storage.stores import Entry, Store
 
@@ -229,7 +230,7 @@ class TableFormat(Format):
         """Find the blocks of a file, and the rows of each that are not deleted."""
         found = self._parquet.scan(store, entry, skip_damage=False)
         footer, name = found.footer, store.name(entry.path)
-        groups, contents = rows_of_groups(name, footer), contents.of_file(found.schema)
+        groups, contents = footer_of(name, footer).rows, contents.of_file(found.schema)
         if contents.deleted is not None:
             last, ends = int(contents.deleted[-1]), np.cumsum([0, *groups])
             if last >= ends[-1]:
@@ -240,17 +241,17 @@ class TableFormat(Format):
         saved = contents.serialised()
         found.footer = len(saved).to_bytes(8, "little") + saved + footer
         found.fingerprint = contents.fingerprint(found.fingerprint)
-        _show_columns(found, contents, large_columns(name, footer))
+        _show_columns(found, contents, footer_of(name, footer).large_columns)
         return found
 
     def decode(self, store: Store, block: Block, schema: pa.Schema, columns: Sequence[str]) -> pa.Table:
         name = store.name(block.entry.path)
         saved, footer = _parts(block.footer)
-        own, contents = file_schema(name, footer), SnapshotFile.deserialised(saved)
+        own, contents = footer_of(name, footer).schema, SnapshotFile.deserialised(saved)
         by_id, fields = has_ids(own), list(own)
         places = {each: find(contents.schema.field(each), fields, by_id=by_id) for each in columns}
         places = {each: at for each, at in places.items() if at is not None and each not in contents.constants}
-        groups = rows_of_groups(name, footer)
+        groups = footer_of(name, footer).rows
         rows = groups[block.offset]
         keep = None
         if contents.deleted is not None:
@@ -268,7 +269,7 @@ class TableFormat(Format):
             names = list(dict.fromkeys(read.names))
             table = self._parquet.decode(store, inner, read, names)
             if keep is not None:
-                table = table.filter(_as_array(keep))
+                table = table.filter(numbers_array(keep, keep.dtype))
             for each, at in places.items():
                 wanted, held = contents.schema.field(each), own.field(at)
                 arrays[each] = converted(table.column(held.name), held, wanted, schema.field(each).type, by_id=by_id)
@@ -283,7 +284,7 @@ class TableFormat(Format):
         self, block: Block, expression: Any, schema: pa.Schema, partition: Any, columns: Sequence[str]
     ) -> bool:
         saved, footer = _parts(block.footer)
-        own, contents = file_schema(block.entry.path, footer), SnapshotFile.deserialised(saved)
+        own, contents = footer_of(block.entry.path, footer).schema, SnapshotFile.deserialised(saved)
         by_id, fields = has_ids(own), list(own)
         for name in columns:
             at = find(contents.schema.field(name), fields, by_id=by_id)
@@ -295,11 +296,6 @@ class TableFormat(Format):
 def _parts(footer: bytes) -> tuple[bytes, bytes]:
     end = 8 + int.from_bytes(footer[:8], "little")
     return footer[8:end], footer[end:]
-
-
-def _as_array(mask: npt.NDArray[np.bool_]) -> pa.Array:
-    """Return a mask as an Arrow array. Not by pa.array, which would import pandas."""
-    return pa.Array.from_buffers(pa.bool_(), len(mask), [None, pa.py_buffer(np.packbits(mask, bitorder="little"))])
 
 
 def _as_large(held: pa.Field, schema: pa.Schema, name: str) -> pa.DataType:

@@ -4,8 +4,8 @@ Samples are exactly those of the ``webdataset`` package. Its rules: the key is t
 name, and the extension is the rest, in lower case. Files without an extension or with a name like ``__meta__``, links
 and folders are ignored.
 
-The footer of a file in the index is an Arrow file with a record batch for each block. To read a block, only its own
-batch is decompressed.
+The footer of a file in the index is an Arrow file with a record batch of one row for each block. To read a block, only
+its own batch is decompressed.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ import logging
 import re
 import tarfile
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 
 from midepoch.errors import FormatError
 from midepoch.sources.formats import Block, Format, Scanned, table_of
-from midepoch.sources.formats.compressed import compression, decompressed
+from midepoch.sources.formats.compressed import compression, read_ranges
+from midepoch.sources.formats.records import Bytes, Int64Array, Values, gathered
 from midepoch.sources.formats.tar_headers import BLOCK, Damage, TarMember, members, opened
 from midepoch.storage.stores import Entry, OpenFile, Store
 
@@ -55,7 +55,7 @@ class TarShard:
         self._is_suspect = False
         """True after damage of a header: the missing file may belong to the sample before or to the one after it."""
         self._block: list[Sample] = []
-        self._blocks: list[_Packed] = []
+        self._blocks: list[tuple[list[str], Int64Array]] = []
         self._digest = hashlib.blake2b(digest_size=16)
         self._links = 0
         self._skipped: list[str] = []
@@ -146,9 +146,8 @@ class TarShard:
     def _close_block(self) -> None:
         samples, self._block = self._block, []
         keys = [sample.key.decode(errors="backslashreplace") for sample in samples]
-        bounds = np.cumsum([0, *(len(sample.members) for sample in samples)], dtype=np.int32)
-        numbers = np.array([member for sample in samples for member in sample.members], np.int64)
-        self._blocks.append((keys, bounds, numbers.T.copy()))
+        members = [(i, *member) for i, sample in enumerate(samples) for member in sample.members]
+        self._blocks.append((keys, np.array(members, np.int64).T.copy()))
 
     def _is_bad(self, sample: Sample) -> bool:
         """Return True for a sample with a file ``key.__bad__`` that is not empty: webdataset omits it."""
@@ -166,8 +165,9 @@ class TarShard:
             _log.warning("%s: skipped %d damaged samples: %s%s", self._name, len(self._skipped), listed, more)
         if self._links:
             _log.warning("%s: ignored %d links, which are not files", self._name, self._links)
-        rows, names = [len(keys) for keys, _, _ in self._blocks], list(self._numbers)
-        columns, _, sizes, _ = np.concatenate([np.empty((4, 0), np.int64), *(block[2] for block in self._blocks)], 1)
+        rows, names = [len(keys) for keys, _ in self._blocks], list(self._numbers)
+        members = np.concatenate([np.empty((5, 0), np.int64), *(block for _, block in self._blocks)], axis=1)
+        columns, sizes = members[1], members[3]
         counts, largest = np.bincount(columns, minlength=len(names)), np.zeros(len(names), np.int64)
         np.maximum.at(largest, columns, sizes)
         used = np.flatnonzero(counts).tolist()
@@ -193,9 +193,6 @@ def _shown(name: bytes) -> str:
     return repr(name.decode(errors="backslashreplace"))
 
 
-Int64Array = npt.NDArray[np.int64]
-
-
 @dataclass
 class Sample:
     """A sample: its key, and its members in the order of the archive."""
@@ -208,41 +205,21 @@ class Sample:
     is_whole: bool = True
 
 
-_Packed = tuple[list[str], npt.NDArray[np.int32], Int64Array]
-"""A block: the keys of its samples, the bounds of their members, and the numbers of ``Sample.members`` in rows."""
+def packed(names: Sequence[str], blocks: Sequence[tuple[list[str], Int64Array]]) -> bytes:
+    """Return the footer of a file: the names of its columns, and the keys and the members of each block.
 
-
-@dataclass(frozen=True, eq=False)
-class MemberTable:
-    """Samples of one block. Arrays have one entry for each member, in the order of the archive."""
-
-    keys: pa.Array
-    samples: Int64Array
-    """Number of the sample in the block."""
-    columns: Int64Array
-    offsets: Int64Array
-    sizes: Int64Array
-    is_sparse: npt.NDArray[np.bool_]
-
-    def only(self, chosen: npt.NDArray[np.bool_]) -> MemberTable:
-        """Return the table of some members, and of all samples."""
-        names = ("samples", "columns", "offsets", "sizes", "is_sparse")
-        return self if chosen.all() else replace(self, **{name: getattr(self, name)[chosen] for name in names})
-
-
-def packed(names: Sequence[str], blocks: Sequence[_Packed]) -> bytes:
-    """Return the footer of a file: the names of its columns, and the members of its blocks.
-
+    The rows of the array of members: the number of the sample in the block, and the fields of ``Sample.members``.
     Offsets are stored as their difference to the place where the next member usually is, which is mostly the same.
     """
-    lists = [pa.field(name, pa.list_(pa.int64())) for name in ("columns", "drift", "sizes", "sparse")]
-    schema = pa.schema([pa.field("keys", pa.string()), *lists], metadata={_NAMES: json.dumps(list(names))})
+    for _, numbers in blocks:
+        numbers[2] -= _usual(numbers[3])
+    schema = pa.schema([("keys", pa.list_(pa.string())), ("members", pa.list_(pa.int64()))])
+    schema = schema.with_metadata({_NAMES: json.dumps(list(names))})
+    columns = [[keys for keys, _ in blocks], [numbers.reshape(-1) for _, numbers in blocks]]
+    table = pa.table([pa.array(*pair) for pair in zip(columns, schema.types, strict=True)], schema=schema)
     sink = pa.BufferOutputStream()
     with pa.ipc.new_file(sink, schema, options=pa.ipc.IpcWriteOptions(compression="zstd")) as writer:
-        for keys, bounds, numbers in blocks:
-            numbers[1] -= _usual(numbers[2])
-            columns = [pa.ListArray.from_arrays(pa.array(bounds), pa.array(column)) for column in numbers]
-            writer.write_batch(pa.record_batch([pa.array(keys), *columns], schema=schema))
+        writer.write_table(table, max_chunksize=1)
     return bytes(sink.getvalue())
 
 
@@ -252,18 +229,15 @@ def _usual(sizes: Int64Array) -> Int64Array:
     return np.cumsum(steps) - steps
 
 
-def unpacked(footer: bytes, number: int) -> tuple[list[str], MemberTable]:
-    """Return the names of the columns of a file, and the members of one of its blocks."""
+def unpacked(footer: bytes, number: int) -> tuple[list[str], pa.Array, Int64Array]:
+    """Return the names of the columns of a file, and the keys and the members of one of its blocks."""
     with pa.ipc.open_file(footer) as file:
-        batch = file.get_batch(number)
-    keys, *lists = batch.columns
-    bounds = np.frombuffer(lists[0].buffers()[1], np.int32, len(batch) + 1)
+        keys, numbers = (column.values for column in file.get_batch(number).columns)
+        names = json.loads(file.schema.metadata[_NAMES])
     # Not Array.to_numpy, which would import pandas.
-    numbers = [np.frombuffer(each.values.buffers()[1], np.int64, int(bounds[-1])) for each in lists]
-    columns, drift, sizes, sparse = numbers
-    samples = np.repeat(np.arange(len(batch)), np.diff(bounds))
-    table = MemberTable(keys, samples, columns, _usual(sizes) + drift, sizes, sparse != 0)
-    return json.loads(batch.schema.metadata[_NAMES]), table
+    members = np.frombuffer(numbers.buffers()[1], np.int64, len(numbers)).reshape(5, -1).copy()
+    members[2] += _usual(members[3])
+    return names, keys, members
 
 
 _log = logging.getLogger("midepoch")
@@ -289,119 +263,79 @@ class TarFormat(Format):
         return found
 
     def decode(self, store: Store, block: Block, schema: pa.Schema, columns: Sequence[str]) -> pa.Table:
-        names, table = unpacked(block.footer, block.offset)
+        names, keys, members = unpacked(block.footer, block.offset)
         numbers = {name: number for number, name in enumerate(names)}
         present = [name for name in columns if name in numbers or name == KEY]
         wanted = [numbers[name] for name in present if name != KEY]
-        table = table.only(np.isin(table.columns, wanted))
-        large = _large_columns(table) if store.local and compression(block.entry.path) is None else []
-        rest = table.only(~np.isin(table.columns, large))
-        data, positions = _read(store, block, rest)
-        arrays = {number: _values(data, positions, rest, number) for number in wanted if number not in large}
+        members = members[:, np.isin(members[1], wanted)]
+        is_plain = store.local and compression(block.entry.path) is None
+        large = [number for number in wanted if is_plain and _is_large(members[:, members[1] == number])]
+        rest = members[:, ~np.isin(members[1], large)]
+        data, starts = _read(store, block, rest[2], rest[2] + rest[3])
+        found = {number: _gathered(data, starts, rest, number) for number in wanted if number not in large}
         if large:
             with store.open(block.entry) as file:
-                arrays |= {number: _read_in_place(file, table, number) for number in large}
-        values = [table.keys if name == KEY else arrays[numbers[name]] for name in present]
-        return table_of(present, values, len(table.keys))
+                found |= {number: _read_in_place(file, members[:, members[1] == number]) for number in large}
+        columns = [keys if name == KEY else _column(len(keys), *found[numbers[name]]) for name in present]
+        return table_of(present, columns, len(keys))
 
 
-def _large_columns(table: MemberTable) -> list[int]:
-    """Return the columns whose members are read one by one, which saves a copy. Small ones are cheaper together."""
-    counts = np.bincount(table.columns)
-    sizes = np.bincount(table.columns, weights=table.sizes)
-    sparse = np.bincount(table.columns, weights=table.is_sparse)
-    found: list[int] = np.flatnonzero((counts > 0) & (sizes >= LARGE * counts) & (sparse == 0)).tolist()
-    return found
+Contents = tuple[Int64Array, Int64Array, pa.Buffer]
+"""Values of a column: the samples that have one, their sizes, and their bytes, one after the other."""
 
 
-def _read_in_place(file: OpenFile, table: MemberTable, column: int) -> pa.Array:
-    """Return one column, whose members are read into the memory of the array."""
-    chosen = np.flatnonzero(table.columns == column)
-    rows, sizes = len(table.keys), table.sizes[chosen]
-    ends = np.zeros(rows + 1, np.int64)
-    ends[table.samples[chosen] + 1] = sizes
-    np.cumsum(ends, out=ends)
-    contents = pa.allocate_buffer(int(ends[-1]))
+def _is_large(members: Int64Array) -> bool:
+    """Return True for members that are read one by one, which saves a copy. Small ones are cheaper together."""
+    _, _, _, sizes, sparse = members
+    return bool(len(sizes) and sizes.sum() >= LARGE * len(sizes) and not sparse.any())
+
+
+def _read_in_place(file: OpenFile, members: Int64Array) -> Contents:
+    """Return the contents of the members of a column, which are read into one buffer."""
+    samples, _, offsets, sizes, _ = members
+    contents = pa.allocate_buffer(int(sizes.sum()))
     view, start = memoryview(contents), 0
-    for offset, size in zip(table.offsets[chosen].tolist(), sizes.tolist(), strict=True):
+    for offset, size in zip(offsets.tolist(), sizes.tolist(), strict=True):
         file.read_into(view[start : start + size], offset)
         start += size
-    small = start <= LARGEST
-    offsets = pa.py_buffer(ends.astype(np.int32) if small else ends)
-    return pa.Array.from_buffers(
-        pa.binary() if small else pa.large_binary(), rows, [_validity(table, chosen), offsets, contents]
-    )
+    return samples, sizes, contents
 
 
-def _read(store: Store, block: Block, table: MemberTable) -> tuple[pa.Buffer, Int64Array]:
-    """Return bytes that contain all members, and the position of each in them. Large gaps are not read."""
-    if not len(table.offsets):
-        return pa.py_buffer(b""), table.offsets
-    stops = table.offsets + table.sizes
-    first, stop = int(table.offsets[0]), int(stops[-1])
-    if compression(block.entry.path) is not None:
-        data = decompressed(store, replace(block, offset=first, end=stop))
-        return _checked(data, stop - first), table.offsets - first
+def _read(store: Store, block: Block, offsets: Int64Array, stops: Int64Array) -> tuple[Bytes, Int64Array]:
+    """Return bytes that contain all of these ranges, and the position of each in them. Large gaps are not read."""
+    if not len(offsets):
+        return np.empty(0, np.uint8), offsets
     far = LOCAL_GAP if store.local else REMOTE_GAP
-    cuts = np.flatnonzero(table.offsets[1:] - stops[:-1] > far) + 1
-    starts, ends = table.offsets[[0, *cuts]].tolist(), stops[[*(cuts - 1), -1]].tolist()
-    with store.open(block.entry) as file:
-        pieces = [
-            _checked(file.read_at(end - start, start), end - start) for start, end in zip(starts, ends, strict=True)
-        ]
-    if len(pieces) == 1:
-        return pieces[0], table.offsets - first
-    run = np.zeros(len(table.offsets), np.int64)
-    run[cuts] = 1
-    skipped = np.array(starts) - np.concatenate([[0], np.cumsum([len(piece) for piece in pieces])[:-1]])
-    return pa.py_buffer(b"".join(pieces)), table.offsets - skipped[np.cumsum(run)]
+    cuts = np.flatnonzero(offsets[1:] - stops[:-1] > far) + 1
+    starts, ends = offsets[[0, *cuts]], stops[[*(cuts - 1), -1]]
+    pieces = read_ranges(store, block, zip(starts.tolist(), ends.tolist(), strict=True))
+    skipped = starts - (np.cumsum(ends - starts) - (ends - starts))
+    run = np.searchsorted(starts, offsets, side="right") - 1
+    return np.frombuffer(b"".join(pieces), np.uint8), offsets - skipped[run]
 
 
-def _checked(data: bytes, size: int) -> pa.Buffer:
-    if len(data) != size:
-        raise OSError(f"{len(data)} bytes were received where {size} were requested")
-    return pa.py_buffer(data)
+def _gathered(data: Bytes, starts: Int64Array, members: Int64Array, column: int) -> Contents:
+    """Return the contents of the members of a column. ``tarfile`` restores the holes of sparse ones."""
+    chosen = members[1] == column
+    samples, _, _, sizes, sparse = members[:, chosen]
+    values = Values(data, starts[chosen], sizes)
+    if not sparse.any():
+        return samples, sizes, pa.py_buffer(gathered(values))
+    contents = [values.value(i) for i in range(len(values))]
+    for i in np.flatnonzero(sparse).tolist():
+        with tarfile.open(fileobj=io.BytesIO(contents[i] + bytes(2 * BLOCK))) as archive:
+            file = archive.extractfile(archive.getmembers()[0])
+            assert file is not None
+            contents[i] = file.read()
+    return samples, np.array(list(map(len, contents)), np.int64), pa.py_buffer(b"".join(contents))
 
 
-def _values(data: pa.Buffer, positions: Int64Array, table: MemberTable, column: int) -> pa.Array:
-    """Return one column: the bytes between two members are values too, which are not taken."""
-    chosen = np.flatnonzero(table.columns == column)
-    count, rows = len(chosen), len(table.keys)
-    small = len(data) <= LARGEST
-    kind = pa.binary() if small else pa.large_binary()
-    if not count:
-        return pa.nulls(rows, kind)
-    if table.is_sparse[chosen].any():
-        return _restored(data, positions, table, chosen)
-    bounds = np.stack([positions[chosen], positions[chosen] + table.sizes[chosen]], axis=1)
-    offsets = pa.py_buffer(bounds.astype(np.int32) if small else bounds)
-    spans = pa.Array.from_buffers(kind, 2 * count - 1, [None, offsets, data])
-    places = np.zeros(rows, np.int64)
-    places[table.samples[chosen]] = np.arange(0, 2 * count, 2)
-    # Not pa.array: it would import pandas in each process, which takes 0.3 s.
-    return spans.take(pa.Array.from_buffers(pa.int64(), rows, [_validity(table, chosen), pa.py_buffer(places)]))
-
-
-def _validity(table: MemberTable, chosen: Int64Array) -> pa.Buffer | None:
-    """Return the bitmap of the samples that have one of these members, or None if all of them have."""
-    rows = len(table.keys)
-    if len(chosen) == rows:
-        return None
-    is_there = np.zeros(rows, bool)
-    is_there[table.samples[chosen]] = True
-    return pa.py_buffer(np.packbits(is_there, bitorder="little"))
-
-
-def _restored(data: pa.Buffer, positions: Int64Array, table: MemberTable, chosen: Int64Array) -> pa.Array:
-    """Return a column with sparse members: ``tarfile`` restores the holes from the headers."""
-    values: list[bytes | None] = [None] * len(table.keys)
-    for number in chosen.tolist():
-        start, size = int(positions[number]), int(table.sizes[number])
-        value = data[start : start + size].to_pybytes()
-        if table.is_sparse[number]:
-            with tarfile.open(fileobj=io.BytesIO(value + bytes(2 * BLOCK))) as archive:
-                file = archive.extractfile(archive.getmembers()[0])
-                assert file is not None
-                value = file.read()
-        values[int(table.samples[number])] = value
-    return pa.array(values, pa.large_binary())
+def _column(rows: int, samples: Int64Array, sizes: Int64Array, contents: pa.Buffer) -> pa.Array:
+    """Return a column of so many rows, in which some samples have values."""
+    ends, is_there = np.zeros(rows + 1, np.int64), np.zeros(rows, np.bool_)
+    ends[samples + 1], is_there[samples] = sizes, True
+    np.cumsum(ends, out=ends)
+    validity = None if is_there.all() else pa.py_buffer(np.packbits(is_there, bitorder="little"))
+    is_small = len(contents) <= LARGEST
+    offsets = pa.py_buffer(ends.astype(np.int32) if is_small else ends)
+    return pa.Array.from_buffers(pa.binary() if is_small else pa.large_binary(), rows, [validity, offsets, contents])

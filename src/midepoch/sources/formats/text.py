@@ -26,29 +26,13 @@ import pyarrow.json as pj
 from midepoch._internal.hints import warn_once
 from midepoch.errors import FormatError
 from midepoch.sources.formats import Block, Format, Scanned, lines, table_of
-from midepoch.sources.formats.compressed import contents
-from midepoch.sources.formats.lines import (
-    SPACE,
-    Dialect,
-    FilePieces,
-    Int64Array,
-    Piece,
-    about_rows,
-    bracket_depths,
-    broken_quoted_rows,
-    check_text,
-    elements,
-    is_closed,
-    read_rows,
-    row_ends,
-    scan_text,
-)
+from midepoch.sources.formats.lines import SPACE, Dialect, FilePieces, Int64Array, Piece
 from midepoch.sources.names import COMPRESSIONS, format_of, not_the_data
 from midepoch.storage.damage import DamageError
 from midepoch.storage.stores import Entry, Store
 
 _log = logging.getLogger("midepoch")
-_HEADER = 1 << 20
+_BOM = b"\xef\xbb\xbf"
 _NUMBER = re.compile(r"[-+]?\d+(\.\d+)?")
 
 
@@ -82,7 +66,7 @@ class CsvFormat(Format):
                 store.name(entry.path),
                 ", ".join(map(repr, names[:8])),
             )
-        found = scan_text(store, entry, _CsvRows(names, delimiter), start=start, skip_damage=skip_damage)
+        found = lines.scan_text(store, entry, _CsvRows(names, delimiter), start=start, skip_damage=skip_damage)
         for field in found.schema:
             if field.type == pa.binary():  # what pyarrow makes of text that is not UTF-8
                 _log.warning(
@@ -96,9 +80,9 @@ class CsvFormat(Format):
         return found
 
     def decode(self, store: Store, block: Block, schema: pa.Schema, columns: Sequence[str]) -> pa.Table:
-        names = about_rows(block.footer)["names"]
+        names = lines.about_rows(block.footer)["names"]
         present = [name for name in columns if name in names]
-        data, delimiter = read_rows(store, block), self._chosen or _delimiter(block.entry.path)
+        data, delimiter = lines.read_rows(store, block), self._chosen or _delimiter(block.entry.path)
         if not present:
             return table_of([], [], _parse(data, names, delimiter).num_rows)
         return _parse(data, names, delimiter, present, {name: schema.field(name).type for name in present})
@@ -116,7 +100,7 @@ class _CsvRows(Dialect):
         return {"names": self._names}
 
     def ends(self, data: bytes) -> Int64Array:
-        return row_ends(data, self._bytes)
+        return lines.row_ends(data, self._bytes)
 
     def has_rows(self, data: bytes) -> bool:
         """Return True also if white space contains rows: tabs as delimiters, or lines of spaces in a single column."""
@@ -124,7 +108,7 @@ class _CsvRows(Dialect):
         return super().has_rows(data) or self._bytes in data or in_one_column
 
     def is_closed(self, data: bytes) -> bool:
-        return is_closed(data, self._bytes)
+        return lines.is_closed(data, self._bytes)
 
     def parse(self, data: bytes) -> pa.Table:
         return _parse(data, self._names, self._delimiter)
@@ -134,7 +118,7 @@ class _CsvRows(Dialect):
         return super().problem(data) or unclosed
 
     def broken(self, data: bytes) -> list[tuple[int, int]]:
-        return broken_quoted_rows(data, self._bytes, len(self._names), self.problem)
+        return lines.broken_quoted_rows(data, self._bytes, len(self._names), self.problem)
 
 
 def _delimiter(path: str) -> str:
@@ -145,19 +129,20 @@ def _delimiter(path: str) -> str:
 
 def _header(store: Store, entry: Entry, delimiter: str) -> tuple[list[str], int]:
     """Return the names in the first row, and the byte offset of the second row."""
-    name, head, blank, end = store.name(entry.path), b"", 0, 0
-    with contents(store, entry) as file:
-        # Read no more than necessary: the text after it may be damaged.
-        while not end and len(head) < _HEADER and (data := bytes(file.read(max(64, len(head))))):
-            head += data
-            blank = len(head) - len(head.removeprefix(b"\xef\xbb\xbf").lstrip(b"\r\n"))
-            ends = row_ends(head[blank:], delimiter.encode())
-            end = blank + int(ends[0]) if len(ends) else 0
+
+    def bounds(head: bytes) -> tuple[int, int]:
+        """Return the first byte of the first row, and its end, 0 if it has none."""
+        blank = len(head) - len(head.removeprefix(_BOM).lstrip(b"\r\n"))
+        ends = lines.row_ends(head[blank:], delimiter.encode())
+        return blank, blank + int(ends[0]) if len(ends) else 0
+
+    name, head = store.name(entry.path), lines.beginning(store, entry, lambda head: bounds(head)[1] > 0)
+    blank, end = bounds(head)
     if not head.strip():
         raise DamageError(
             f"{name}: the file is empty: it has no header with names of columns. Write it again, or remove it."
         )
-    if not end and (len(head) >= _HEADER or not is_closed(head[blank:], delimiter.encode())):
+    if not end and (len(head) >= lines.LONGEST_HEAD or not lines.is_closed(head[blank:], delimiter.encode())):
         raise DamageError(f"{name}: its header has no end in {len(head)} bytes. Check for an unclosed quote.")
     end = end or len(head)
     chosen = "jsonl" if format_of(entry.path, None) == "jsonl" else ""  # then CSV was asked for by its name
@@ -198,13 +183,13 @@ class TextFormat(Format):
     """Format with blocks of about 8 MB."""
 
     def scan(self, store: Store, entry: Entry, *, skip_damage: bool) -> Scanned:
-        found = scan_text(store, entry, _TextLines(), start=0, skip_damage=skip_damage)
+        found = lines.scan_text(store, entry, _TextLines(), start=0, skip_damage=skip_damage)
         found.schema = _SCHEMA
         return found
 
     def decode(self, store: Store, block: Block, schema: pa.Schema, columns: Sequence[str]) -> pa.Table:
-        lines = _lines(read_rows(store, block))
-        return pa.table([lines], schema=_SCHEMA).select([name for name in columns if name == COLUMN])
+        table = pa.table([_lines(lines.read_rows(store, block))], schema=_SCHEMA)
+        return table.select([name for name in columns if name == COLUMN])
 
 
 class _TextLines(Dialect):
@@ -221,7 +206,7 @@ class _TextLines(Dialect):
         return len(data) > 0
 
     def parse(self, data: bytes) -> pa.Table:
-        check_text(data)
+        lines.check_text(data)
         return pa.table([_lines(data)], schema=_SCHEMA)
 
 
@@ -240,9 +225,6 @@ def _lines(data: bytes) -> pa.Array:
     return pa.Array.from_buffers(pa.string(), count, [None, pa.py_buffer(offsets), pa.py_buffer(text)])
 
 
-_BOM = b"\xef\xbb\xbf"
-_BLANK = 1 << 20
-"""Maximum number of blank bytes at the beginning of a file that are skipped to find its first character."""
 DEEPEST = 100
 """Maximum number of brackets around a value. An Arrow schema that is nested more than about 120 deep cannot be saved,
 and pyarrow crashes at about 10,000."""
@@ -252,9 +234,11 @@ class JsonFormat(Format):
     """Format with blocks of about 8 MB. Missing fields are null. Types are those of the complete set of files."""
 
     def scan(self, store: Store, entry: Entry, *, skip_damage: bool) -> Scanned:
-        blank, first = _first_bytes(store, entry)
+        head = lines.beginning(store, entry, lambda head: bool(_without_blank(head)))
+        first = _without_blank(head)
         if first.startswith(b"["):
-            return scan_text(store, entry, _JsonRows(in_array=True), start=blank + 1, skip_damage=skip_damage)
+            start = len(head) - len(first) + 1
+            return lines.scan_text(store, entry, _JsonRows(in_array=True), start=start, skip_damage=skip_damage)
         if (other := not_the_data(first, "jsonl")) is not None:
             raise DamageError(f"{store.name(entry.path)}: {other}.")
         if re.match(rb'\{[ \t]*\r?\n\s*"', first):
@@ -264,7 +248,7 @@ class JsonFormat(Format):
                 "Rows in a field of one object: "
                 'midepoch.load_dataset("json", data_files=…, field="data", split="train").'
             )
-        found = scan_text(store, entry, _JsonRows(in_array=False), start=0, skip_damage=skip_damage)
+        found = lines.scan_text(store, entry, _JsonRows(in_array=False), start=0, skip_damage=skip_damage)
         if sum(found.rows) == 1 and ".jsonl" not in entry.path and (about := _of_one_object(found.schema)):
             folder = store.name(posixpath.dirname(entry.path))  # which may have many of them
             warn_once("a file in %s is one JSON object, so one row. %s", folder, about)
@@ -273,7 +257,7 @@ class JsonFormat(Format):
     def decode(self, store: Store, block: Block, schema: pa.Schema, columns: Sequence[str]) -> pa.Table:
         available = set(schema.names)
         wanted = pa.schema([schema.field(name) for name in columns if name in available])
-        return _parse_json(read_rows(store, block), wanted, in_array=about_rows(block.footer)["array"])
+        return _parse_json(lines.read_rows(store, block), wanted, in_array=lines.about_rows(block.footer)["array"])
 
 
 def _of_one_object(schema: pa.Schema) -> str:
@@ -294,15 +278,8 @@ def _of_one_object(schema: pa.Schema) -> str:
     return ""
 
 
-def _first_bytes(store: Store, entry: Entry) -> tuple[int, bytes]:
-    """Return the number of blank bytes at the beginning of a file, and some bytes after them."""
-    head, first = b"", b""
-    with contents(store, entry) as file:
-        # Read no more than necessary: the text after it may be damaged.
-        while not first and len(head) < _BLANK and (data := bytes(file.read(max(64, len(head))))):
-            head += data
-            first = head.removeprefix(_BOM).lstrip(SPACE)
-    return len(head) - len(first), first
+def _without_blank(head: bytes) -> bytes:
+    return head.removeprefix(_BOM).lstrip(SPACE)
 
 
 class _JsonRows(Dialect):
@@ -319,14 +296,14 @@ class _JsonRows(Dialect):
         return {"array": self._in_array}
 
     def ends(self, data: bytes) -> Int64Array:
-        return elements(data, is_first=True).starts[1:] if self._in_array else super().ends(data)
+        return lines.elements(data, is_first=True).starts[1:] if self._in_array else super().ends(data)
 
     def count(self, data: bytes) -> int:
-        return len(elements(data, is_first=True).stops) if self._in_array else super().count(data)
+        return len(lines.elements(data, is_first=True).stops) if self._in_array else super().count(data)
 
     def parse(self, data: bytes) -> pa.Table:
-        check_text(data)
-        _, depths = bracket_depths(data)
+        lines.check_text(data)
+        _, depths = lines.bracket_depths(data)
         if len(depths) and depths.max() > DEEPEST:  # it would end the process
             raise pa.ArrowInvalid(f"it has values nested in more than {DEEPEST} brackets")
         return _parse_json(data, None, in_array=self._in_array)
@@ -409,7 +386,7 @@ def _element_pieces(file: FilePieces) -> Iterator[Piece]:
         rest += data
         if data and len(rest) < enough:
             continue
-        part, passed = elements(rest, is_first=not number), 0
+        part, passed = lines.elements(rest, is_first=not number), 0
         if len(part.stops):
             first, passed = int(part.starts[0]), int(part.stops[-1])
             yield Piece(offset + first, number, rest[first:passed])
