@@ -23,7 +23,6 @@ from midepoch.sources.files import DataFiles, PathLike, check_path, find_files, 
 from midepoch.sources.filters import Filter, parse_filter
 from midepoch.sources.index import Index
 from midepoch.sources.lake import Request, open_index, open_lake
-from midepoch.sources.listing import Lookups
 from midepoch.sources.names import check_format, format_of, with_delimiter
 from midepoch.sources.splits import (
     HubRequest,
@@ -96,8 +95,8 @@ def from_files(
     wanted = check_format(format)
     with_code = with_delimiter(wanted, delimiter)
 
-    def find(lookups: Lookups) -> DataFiles:
-        found = find_files(texts, given, wanted if delimiter is None else "csv", lookups)
+    def find() -> DataFiles:
+        found = find_files(store, texts, given, wanted if delimiter is None else "csv")
         for path in (entry.path for entry in found.entries if format is None and delimiter is not None):
             if format_of(path) not in ("csv", "text", None):
                 raise ValueError(f"delimiter is for CSV files, but {store.name(path)} is not one. Omit it.")

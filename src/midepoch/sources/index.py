@@ -72,7 +72,7 @@ def for_all(action: Callable[[Any], T], items: Sequence[Any], done: Callable[[in
 
 Int64Array = npt.NDArray[np.int64]
 
-VERSION = 11
+VERSION = 12
 """Increase it when the layout of an index or of the footers of a format changes, or the rule of fingerprints: older
 indexes are built again.
 """
@@ -112,10 +112,6 @@ class Index:
     row_bytes: float = 0.0
     snapshot: str = ""
     """The snapshot of a table to which the files belong: ``"delta 3"``."""
-    lookups: str = ""
-    """The lookups by which local files were chosen. Empty if files have to be chosen every time."""
-    looked_up: str = ""
-    """Digest of what these lookups found."""
     path: str | None = None
 
     @property
@@ -195,7 +191,7 @@ def read_or_build(
     return read_or_make(path, "the index", (lambda: None) if force else read, make)
 
 
-_PLAIN = ("format", "filter", "row_bytes", "snapshot", "lookups", "looked_up")
+_PLAIN = ("format", "filter", "row_bytes", "snapshot")
 """Fields of an index that are saved as they are."""
 
 

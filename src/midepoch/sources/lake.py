@@ -12,8 +12,7 @@ import logging
 import os
 import re
 from collections.abc import Callable, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -38,9 +37,8 @@ from midepoch.sources.index import (
     packed,
     read_index,
     read_or_build,
-    save,
 )
-from midepoch.sources.listing import Lookups
+from midepoch.sources.listing import files_at
 from midepoch.sources.names import KINDS, Listing
 from midepoch.sources.schemas import difference, holds, holds_dictionary, nullable_paths, row_bytes, unified, usable
 from midepoch.storage.cache_files import default_index_dir
@@ -67,18 +65,13 @@ class Request:
     filter: Filter | None
     partitioning: str | None
     skip_damage: bool
-    find: Callable[[Lookups], DataFiles]
+    find: Callable[[], DataFiles]
     mapped: bool = False
 
     @cached_property
     def found(self) -> DataFiles:
         """The files, chosen once."""
-        return self.find(self.lookups)
-
-    @cached_property
-    def lookups(self) -> Lookups:
-        """The lookups by which files are chosen."""
-        return Lookups(self.store)
+        return self.find()
 
     def index_path(self, index_dir: Path | None) -> Path:
         """Return the path of the index file. Its name contains no secrets, not even as a hash."""
@@ -98,16 +91,16 @@ def open_index(
     progress: Progress | None = None,
 ) -> Index:
     """Return the index of local Arrow files to map. Raise DifferentSchemasError unless they have one schema."""
-    paths = tuple(os.path.abspath(path) for path in files)
+    paths, store = tuple(os.path.abspath(path) for path in files), Store(fs.LocalFileSystem())
 
-    def find(lookups: Lookups) -> DataFiles:
-        found = lookups.stat_all(paths)
+    def find() -> DataFiles:
+        found = files_at(store, paths)
         for path in paths:
             if path not in found:
                 raise DataNotFoundError(f"{path} cannot be opened: there is no such file.")
         return DataFiles("arrow", tuple(found[path] for path in paths))
 
-    request = Request(Store(fs.LocalFileSystem()), paths, "arrow", None, None, skip_damage, find, mapped=True)
+    request = Request(store, paths, "arrow", None, None, skip_damage, find, mapped=True)
     return open_lake(request, index_dir=index_dir, force=force, progress=progress)
 
 
@@ -120,61 +113,31 @@ def open_lake(
     progress: Progress | None = None,
 ) -> Index:
     """Return the index: read if it is fresh (by one listing; ``validate=False`` skips the check), else built."""
-    path = request.index_path(index_dir)
+    path, store = request.index_path(index_dir), request.store
     index = None if force else read_index(path)
-    if index is None or (validate and not _same_lookups(request, index)):
-        index = _checked(request, path, index, force, progress)
+    if index is None or (validate and not _fresh(index, request.found)):
+        if index is not None and (earlier := store.earlier):
+            _log.warning(
+                "%s has changed since it was indexed. A state saved before will be refused. The version that was "
+                "opened last is at %s", store.name(request.paths[0]), earlier,
+            )  # fmt: skip
+        index = read_or_build(
+            path,
+            lambda: _build(request, progress or _quiet),
+            force=force,
+            is_fresh=lambda index: _fresh(index, request.found),
+        )
     for number in np.flatnonzero(index.files.blocks == 0).tolist():
         if (file := index.files[number]).fingerprint == SKIPPED:
-            _log.warning("%s is damaged: all of its rows are left out", request.store.name(file.path))
+            _log.warning("%s is damaged: all of its rows are left out", store.name(file.path))
     for file in index.files.with_broken_lines:
         more = ", …" if file.broken > len(file.broken_lines) else ""
         _log.warning(
-            "%s: skipped %d line%s%s that cannot be read: %s%s", request.store.name(file.path), file.broken,
+            "%s: skipped %d line%s%s that cannot be read: %s%s", store.name(file.path), file.broken,
             "s" * (file.broken > 1), " or elements" * (index.format == "jsonl"),
             ", ".join(map(str, file.broken_lines)), more,
         )  # fmt: skip
     return index
-
-
-def _same_lookups(request: Request, index: Index) -> bool:
-    """Return True if files need not be chosen again, because all lookups of the last choice find the same."""
-    if not index.lookups or "found" in request.__dict__:
-        return False
-    try:
-        return Lookups(request.store).repeat(index.lookups) == index.looked_up
-    except OSError:  # the choice of files deals with it
-        return False
-
-
-def _checked(request: Request, path: Path, index: Index | None, force: bool, progress: Progress | None) -> Index:
-    """Return the index of the files that are chosen now, and save by which lookups they were chosen."""
-    store, found = request.store, request.found
-    if index is not None and not _fresh(index, found) and (earlier := store.earlier):
-        _log.warning(
-            "%s has changed since it was indexed. A state saved before will be refused. The version that was opened "
-            "last is at %s", store.name(request.paths[0]), earlier,
-        )  # fmt: skip
-    lookups = request.lookups
-    if found.warned or any(_is_below(path.parent, folder) for folder in lookups.folders):
-        lookups = Lookups(store)  # every opening repeats the warning; and an index in the folder changes the folder
-
-    def with_lookups(index: Index) -> Index:
-        return replace(index, lookups=lookups.made, looked_up=lookups.digest)
-
-    def build() -> Index:
-        return with_lookups(_build(request, found, progress))
-
-    index = read_or_build(path, build, force=force, is_fresh=lambda index: _fresh(index, found))
-    if index.path is not None and lookups.made and index.looked_up != lookups.digest:
-        with suppress(OSError):
-            save(with_lookups(index), path)
-    return index
-
-
-def _is_below(folder: Path, other: str) -> bool:
-    inner, outer = os.path.realpath(folder), os.path.realpath(other)
-    return os.path.commonpath([inner, outer]) == outer
 
 
 def _fresh(index: Index, found: DataFiles) -> bool:
@@ -183,8 +146,8 @@ def _fresh(index: Index, found: DataFiles) -> bool:
     return files.are(found.entries)
 
 
-def _build(request: Request, found: DataFiles, progress: Progress | None) -> Index:
-    store, report = request.store, progress or _quiet
+def _build(request: Request, report: Progress) -> Index:
+    store, found = request.store, request.found
     items: Sequence[Any] = found.entries
     if found.listed:
         items = format_named(found.format).members(store, found.entries)

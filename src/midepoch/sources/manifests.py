@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from midepoch.errors import DataNotFoundError, FormatError
-from midepoch.sources.listing import Lookups, beginning
+from midepoch.sources.listing import beginning, file_at, files_at
 from midepoch.storage.stores import Entry, Store
 
 NAME = "index.json"
@@ -115,17 +115,16 @@ def of_file(store: Store, entry: Entry, wanted: str | None) -> tuple[str, Entry]
     return None if kind is None else _checked(store, kind, entry, wanted)
 
 
-def is_litdata(lookups: Lookups, path: str) -> bool:
+def is_litdata(store: Store, path: str) -> bool:
     """Return True if a path is the manifest of LitData's chunks, or a folder that has one."""
-    entry = lookups.stat(path if is_manifest(path) else f"{path.rstrip('/')}/{NAME}")
-    return entry is not None and manifest_format(lookups.store, entry) == "litdata"
+    entry = file_at(store, path if is_manifest(path) else f"{path.rstrip('/')}/{NAME}")
+    return entry is not None and manifest_format(store, entry) == "litdata"
 
 
-def refuse_chunks(lookups: Lookups, entries: Sequence[Entry]) -> None:
+def refuse_chunks(store: Store, entries: Sequence[Entry]) -> None:
     """Raise FormatError for chunks of LitData among files of tokens: their headers would be read as tokens."""
-    store = lookups.store
     chunk = next((entry.path for entry in entries if _CHUNK.fullmatch(entry.path)), None)
-    if chunk is not None and is_litdata(lookups, folder := os.path.dirname(chunk)):
+    if chunk is not None and is_litdata(store, folder := os.path.dirname(chunk)):
         raise FormatError(
             f"{store.name(chunk)} is a chunk of LitData: it has a header before its tokens. Pass its folder "
             f"without dtype: midepoch.from_tokens({store.name(folder)!r}, sequence_length)."
@@ -140,12 +139,11 @@ def inside(store: Store, manifest: Entry, name: Any) -> str:
     return f"{folder}/{name}" if folder else name
 
 
-def parquet_files(lookups: Lookups, manifest: Entry) -> list[Entry]:
+def parquet_files(store: Store, manifest: Entry) -> list[Entry]:
     """Return the Parquet files that a manifest of LitData names, in its order."""
-    store = lookups.store
     chunks = read_manifest(store, manifest)["chunks"]
     paths = [inside(store, manifest, chunk.get("filename")) for chunk in chunks]
-    present = lookups.stat_all(paths)
+    present = files_at(store, paths)
     for path in paths:
         if path not in present:
             raise DataNotFoundError(

@@ -76,8 +76,6 @@ class Expanded(NamedTuple):
     entries: list[Entry]
     kind: str | None = None
     """The only format in a folder, or the format of a manifest. None if unknown."""
-    warned: bool = False
-    """True if a warning about the choice of files was logged. Every opening repeats it."""
 
 
 def is_metadata(path: str) -> bool:
@@ -101,64 +99,47 @@ def listing_of(given: Sequence[Expanded]) -> Listing:
 
 def choose(
     name: str, visible: Sequence[Entry], formats: Sequence[str | None], wanted: str | None
-) -> tuple[list[Entry], str | None, bool]:
+) -> tuple[list[Entry], str | None]:
     """Return the files of a folder that are the data: those of the requested format, else tables, media, or text.
 
     Files named ``metadata`` belong to the media beside them, which are then the data even if there are other tables.
-    The second value is the kind of media, the third is True if a warning was logged.
+    The second value is the kind of media, or None.
     """
     present = Counter(kind for kind in formats if kind is not None)
     media = [kind for kind in KINDS if present[kind]]
     tables = [kind for kind in present if kind not in KINDS and kind != "text"]
     described = bool(tables) and bool(media) and any(is_metadata(entry[0]) for entry in visible)
+
+    def of(kinds: Sequence[str]) -> list[Entry]:
+        return [entry for entry, kind in zip(visible, formats, strict=True) if kind in kinds]
+
     if wanted in KINDS or (wanted is None and media and (not tables or described)):
         if wanted is None and len(media) > 1:
             raise FormatError(f"{name} contains {' and '.join(media)} files. Choose one kind with format=….")
-        if described:
-            warned = wanted is None and _warn_of_tables(name, visible, formats, tables)
-            return list(visible), wanted or media[0], warned  # metadata may name any of them
         kind = wanted or media[0]
-        return [entry for entry, each in zip(visible, formats, strict=True) if each == kind], kind, False
-    accepted = [wanted] if wanted is not None else tables or ["text"]
-    chosen = [entry for entry, kind in zip(visible, formats, strict=True) if kind in accepted]
-    if wanted is None and media:
-        _warn_of_media(name, present, media, chosen[0])
-    return chosen, None, wanted is None and bool(media)
-
-
-def _warn_of_tables(name: str, visible: Sequence[Entry], formats: Sequence[str | None], tables: Sequence[str]) -> bool:
-    """Warn about tables beside media and their metadata. Return True if there are any."""
-    others = [
-        (entry[0], kind)
-        for entry, kind in zip(visible, formats, strict=True)
-        if kind in tables and not is_metadata(entry[0])
-    ]
-    if others:
-        path, kind = others[0]
-        _log.warning(
-            "%s is read as media with their metadata. Its other tables (%d, the first is %s) are not read. Pass "
-            "format=%r to read tables instead.",
-            name, len(others), posixpath.basename(path), kind,
-        )  # fmt: skip
-    return bool(others)
-
-
-def _warn_of_media(name: str, present: Counter[str], media: Sequence[str], table: Entry) -> None:
-    """Warn about media beside tables. A table that only describes the files would otherwise hide all of them."""
-    for kind in media:
+        if not described:
+            return of([kind]), kind
+        others = [entry[0] for entry in of(tables) if not is_metadata(entry[0])]
+        if wanted is None and others:
+            _log.warning(
+                "%s is read as media with their metadata. Its other tables (%d, the first is %s) are not read. Pass "
+                "format=%r to read tables instead.",
+                name, len(others), posixpath.basename(others[0]), format_of(others[0]),
+            )  # fmt: skip
+        return list(visible), kind  # metadata may name any of them
+    chosen = of([wanted] if wanted is not None else tables or ["text"])
+    for kind in media if wanted is None else ():  # a table that only describes the files would otherwise hide them
         _log.warning(
             "%s contains %d %s file%s, which %s not read, because tables are read instead (the first is %s). Pass "
             "format=%r to read the %s files.",
             name, present[kind], kind, "s"[: present[kind] > 1], "are" if present[kind] > 1 else "is",
-            posixpath.basename(table[0]), kind, kind,
+            posixpath.basename(chosen[0][0]), kind, kind,
         )  # fmt: skip
+    return chosen, None
 
 
-def warn_of_splits(name: str, folder: str, entries: Sequence[Entry]) -> bool:
-    """Warn about a folder that contains several splits, as folders or as files. Return True if it does.
-
-    ``entries`` are sorted by path.
-    """
+def warn_of_splits(name: str, folder: str, entries: Sequence[Entry]) -> None:
+    """Warn about a folder that contains several splits, as folders or as files. ``entries`` are sorted by path."""
     splits: dict[str, str] = {}
     for word, split in SPLITS.items():
         start = f"{folder.rstrip('/')}/{word}"
@@ -167,7 +148,7 @@ def warn_of_splits(name: str, folder: str, entries: Sequence[Entry]) -> bool:
         if rest and not rest[0].isalpha():
             pattern = word if "/" in rest else f"{word}*{posixpath.splitext(rest)[1] or rest}"
             splits.setdefault(split, f"{name.rstrip('/')}/{pattern}")
-    return _warned(name, splits)
+    _warn_of_several(name, splits)
 
 
 def files_of_repository(folder: str, files: Sequence[Entry], *, parquet_only: bool) -> list[Entry]:
@@ -184,18 +165,17 @@ def files_of_repository(folder: str, files: Sequence[Entry], *, parquet_only: bo
             start, rest = at.path[: match.end(1)], at.path[match.end(1) :]
             pattern = f"{start}/**" if "/" in rest else f"{start}*{posixpath.splitext(rest)[1]}"
             splits.setdefault(SPLITS[match[1]], f"hf://{at.root}/{pattern}")
-    _warned(f"hf://{folder}", splits)
+    _warn_of_several(f"hf://{folder}", splits)
     return found
 
 
-def _warned(name: str, splits: Mapping[str, str]) -> bool:
-    """Warn about several splits, with the address of one for each. Return True if there are several."""
+def _warn_of_several(name: str, splits: Mapping[str, str]) -> None:
+    """Warn about several splits, with the address of one for each."""
     if len(splits) > 1:
         _log.warning(
             "%s contains the splits %s, and all of them are read as one dataset. For one split, pass its files: %s",
             name, ", ".join(splits), next(iter(splits.values())),
         )  # fmt: skip
-    return len(splits) > 1
 
 
 FORMATS = ("arrow", "parquet", "orc", "csv", "jsonl", "text", "tar", "mds", "litdata", "image", "audio", "video")

@@ -19,7 +19,7 @@ import pyarrow as pa
 from midepoch._native.ranges import copy_ranges
 from midepoch.errors import CorruptBlockError, DataNotFoundError, FormatError, MidepochError
 from midepoch.sources.formats import Scanned, table_of
-from midepoch.sources.listing import stat_all
+from midepoch.sources.listing import files_at
 from midepoch.storage.damage import DamageError
 from midepoch.storage.stores import Entry, OpenFile, Store
 
@@ -123,7 +123,7 @@ def shard_files(
 
     ``padded``: files may be larger than their manifest says.
     """
-    present = stat_all(store, [file.path for files in shards for file in files])
+    present = files_at(store, [file.path for files in shards for file in files])
     found = []
     for files in shards:
         there = [(present[path], size, codec) for path, size, codec in files if path in present]
