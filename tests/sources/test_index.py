@@ -240,4 +240,4 @@ def test_the_layout_of_footers_belongs_to_the_version(case: str, names: str, tmp
     midepoch.from_files(FIXTURES / case, index_dir=tmp_path)
     index = index_module.read_index(next(tmp_path.glob("*.midepoch-index")))
     assert index is not None
-    assert (index_module.VERSION, sorted(footer_parts(index.footer(1))[0])) == (11, names.split())
+    assert (index_module.VERSION, sorted(footer_parts(index.footer(1))[0])) == (12, names.split())

@@ -113,8 +113,8 @@ def find_files(store: Store, texts: Sequence[str], paths: Sequence[str], wanted:
         return DataFiles(str(wanted or found[0].kind), entries, listed=True)
     if wanted == "litdata" and kinds.keys() == {"parquet"}:  # its ParquetLoader
         wanted = None
-    twice = [path for path, count in Counter(entry.path for entry in entries).items() if count > 1]
-    if twice and len(texts) > 1:
+    counts = Counter(entry.path for entry in entries) if len(texts) > 1 else {}
+    if twice := [path for path, count in counts.items() if count > 1]:
         _log.warning("%s is given more than once, and its rows are in the dataset as often", store.name(twice[0]))
     chosen = wanted or (found[0].kind if len(kinds) == 1 else None) or _common_format(store, entries)
     if chosen in KINDS:
