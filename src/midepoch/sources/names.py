@@ -17,7 +17,6 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import product
 from operator import itemgetter
 from typing import NamedTuple
 
@@ -331,12 +330,7 @@ def other_reader(paths: list[str]) -> str:
     return "" if reader is None else f" For tokens, use {reader}."
 
 
-_RANGE = re.compile(r"(-?\d+)\.\.(-?\d+)(?:\.\.(-?\d+))?")
-
-
-_LETTERS = re.compile(r"([A-Za-z])\.\.([A-Za-z])(?:\.\.(-?\d+))?")
-
-
+_RANGE = re.compile(r"(-?\d+|[A-Za-z])\.\.(-?\d+|[A-Za-z])(?:\.\.(-?\d+))?")
 _MOST = 10_000_000
 
 
@@ -345,80 +339,50 @@ def spelled_out(path: str, folder: str = "") -> list[str] | None:
 
     ``folder``: the beginning of the path, in which braces are part of the names.
     """
-    pieces = [[folder], *_pieces(path[len(folder) :])]
-    count = 1
-    for alternatives in pieces:
-        count *= len(alternatives)
-    if count > _MOST:
-        raise ValueError(f"{path!r} expands to {count:,} paths. Check the numbers in its braces.")
-    paths = list(map("".join, product(*pieces)))
+    paths = [folder + each for each in _spelled(path[len(folder) :])]
     return None if paths == [path] else paths
 
 
-def _pieces(path: str) -> list[list[str]]:
-    """Return the alternatives for each part of a path, in order."""
-    pieces: list[list[str]] = []
-    at = 0
-    while at < len(path):
-        start = path.find("{", at)
-        stop = _closing(path, start) if start >= 0 else -1
-        if stop < 0:
-            end = len(path) if start < 0 else start + 1
-            pieces.append([path[at:end]])
-            at = end
-            continue
-        if start > at:
-            pieces.append([path[at:start]])
-        pieces.append(_alternatives(path[start + 1 : stop]))
-        at = stop + 1
-    return pieces
-
-
-def _closing(path: str, start: int) -> int:
-    """Return the position of the brace that closes the one at ``start``, or -1."""
-    depth = 0
-    for position in range(start, len(path)):
-        depth += {"{": 1, "}": -1}.get(path[position], 0)
-        if not depth:
-            return position
-    return -1
-
-
-def _alternatives(inner: str) -> list[str]:
-    if match := _RANGE.fullmatch(inner):
-        first, last, step = match[1], match[2], int(match[3] or 1)
-        is_padded = any(re.match(r"-?0\d", number) for number in (first, last))
-        width = max(len(first), len(last)) if is_padded else 0
-        return [f"{number:0{width}d}" for number in _numbers(int(first), int(last), step)]
-    if match := _LETTERS.fullmatch(inner):
-        return [chr(number) for number in _numbers(ord(match[1]), ord(match[2]), int(match[3] or 1))]
-    parts = _parts(inner)
-    if len(parts) == 1:  # no list: the braces are part of the name, but there may be others inside
-        return [f"{{{each}}}" for each in _all(inner)]
-    return [each for part in parts for each in _all(part)]
-
-
-def _numbers(first: int, last: int, step: int) -> range:
-    step = max(1, abs(step))
-    if abs(last - first) // step >= _MOST:
-        raise ValueError(f"{{{first}..{last}}} expands to {abs(last - first) + 1:,} numbers. Check the path.")
-    return range(first, last + 1, step) if first <= last else range(first, last - 1, -step)
-
-
-def _all(text: str) -> list[str]:
-    return list(map("".join, product(*_pieces(text))))
-
-
-def _parts(inner: str) -> list[str]:
-    """Return the parts between the commas outside of inner braces."""
-    parts, depth = [""], 0
-    for sign in inner:
+def _spelled(text: str) -> list[str]:
+    """Return all texts that the braces in a text stand for, in order, as a shell does."""
+    start = stop = text.find("{")
+    if start < 0:
+        return [text]
+    depth, parts = 0, [""]
+    for stop in range(start, len(text)):
+        sign = text[stop]
         depth += {"{": 1, "}": -1}.get(sign, 0)
-        if sign == "," and not depth:
+        if not depth:
+            break
+        if sign == "," and depth == 1:
             parts.append("")
-        else:
+        elif stop > start:
             parts[-1] += sign
-    return parts
+    if depth:  # nothing closes the brace
+        return [text[: start + 1] + rest for rest in _spelled(text[start + 1 :])]
+    if len(parts) > 1:
+        alternatives = [each for part in parts for each in _spelled(part)]
+    else:  # a range; else the braces are part of the name, but there may be others inside
+        alternatives = _range(parts[0]) or [f"{{{each}}}" for each in _spelled(parts[0])]
+    rests = _spelled(text[stop + 1 :])
+    if (count := len(alternatives) * len(rests)) > _MOST:
+        raise ValueError(f"{text!r} expands to {count:,} paths. Check the numbers in its braces.")
+    return [text[:start] + each + rest for each in alternatives for rest in rests]
+
+
+def _range(inner: str) -> list[str] | None:
+    """Return the numbers or letters of a range ``first..last..step``, or None if it is none."""
+    match = _RANGE.fullmatch(inner)
+    if match is None or match[1].isalpha() != match[2].isalpha():
+        return None
+    are_letters, ends = match[1].isalpha(), match.group(1, 2)
+    first, last = map(ord if are_letters else int, ends)
+    step = max(1, abs(int(match[3] or 1)))
+    if abs(last - first) // step >= _MOST:
+        raise ValueError(f"{{{inner}}} expands to {abs(last - first) + 1:,} numbers. Check the path.")
+    numbers = range(first, last + 1, step) if first <= last else range(first, last - 1, -step)
+    width = max(map(len, ends)) if any(re.match(r"-?0\d", end) for end in ends) else 0
+    return [chr(number) if are_letters else f"{number:0{width}d}" for number in numbers]
 
 
 GLOB = re.compile(r"[*?\[]")
