@@ -52,6 +52,7 @@ began = time.perf_counter()
 loader = eval(call).shuffle(seed=1).loader(8)
 state = loader.state_dict()
 state["position"] = int(position * len(loader)) * 8
+state["cursor"] = [[0, state["position"]]]
 loader.load_state_dict(state)
 next(iter(loader))
 print(1e3 * (time.perf_counter() - began))

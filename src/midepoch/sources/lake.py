@@ -74,12 +74,16 @@ class Request:
         return self.find()
 
     def index_path(self, index_dir: Path | None) -> Path:
-        """Return the path of the index file. Its name contains no secrets, not even as a hash."""
-        parts = [self.store.identity, *self.paths, self.format or "", self.filter.text if self.filter else ""]
-        parts += [self.partitioning or "", str(self.skip_damage), str(self.mapped)]
-        parts += [self.filter.digest] if self.filter else []
-        name = hashlib.blake2b("\0".join(parts).encode(), digest_size=16).hexdigest()
-        return (index_dir or default_index_dir()) / f"{name}.midepoch-index"
+        """Return the path of the index file."""
+        choices = (self.format or "", self.partitioning or "", str(self.skip_damage), str(self.mapped))
+        return index_path(index_dir, self.filter, self.store.identity, *self.paths, *choices)
+
+
+def index_path(folder: Path | None, chosen: Filter | None, *parts: str) -> Path:
+    """Return the path of the index for a filter and other texts. Its name contains no secrets, not even as a hash."""
+    texts = [*parts, chosen.text, chosen.digest] if chosen else parts
+    name = hashlib.blake2b("\0".join(texts).encode(), digest_size=16).hexdigest()
+    return (folder or default_index_dir()) / f"{name}.midepoch-index"
 
 
 def open_index(

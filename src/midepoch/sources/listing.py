@@ -172,32 +172,34 @@ def beginning(store: Store, entry: Entry, size: int | None = None) -> bytes:
     return store.persist(entry.path, "read", read)
 
 
-_MARKS = (
-    ("/_delta_log/", re.compile(r"(.*?)/_delta_log/\d{20}\..*"), "Delta table", "from_delta"),
-    (".manifest", re.compile(r"(.*?)/_versions/\d+\.manifest"), "Lance table", "from_lance"),
-    (
-        ".metadata.json",
-        re.compile(r"(.*?)/metadata/(?:v\d+|\d+-[0-9a-fA-F-]{36})(?:\.gz)?\.metadata\.json(?:\.gz)?"),
-        "Iceberg table",
-        "from_iceberg",
-    ),
-)
 _SHARDS = re.compile(r"(.*?)/[^/]+\.(?:tfrecord|array_record)-\d{5}-of-\d{5}")
-_OTHERS = (
+_METADATA = re.compile(r"(.*?)/metadata/(?:v\d+|\d+-[0-9a-fA-F-]{36})(?:\.gz)?\.metadata\.json(?:\.gz)?")
+_MARKS = (
+    (("/_delta_log/",), re.compile(r"(.*?)/_delta_log/\d{20}\..*"), "a Delta table", "from_delta"),
+    ((".manifest",), re.compile(r"(.*?)/_versions/\d+\.manifest"), "a Lance table", "from_lance"),
+    ((".metadata.json",), _METADATA, "an Iceberg table", "from_iceberg"),
     (
+        ("/zarr.json", "/.zarray", "/.zgroup"),
         re.compile(r"(.*?)/(?:zarr\.json|\.zarray|\.zgroup)"),
         "a Zarr store",
         "Open its arrays with zarr, and pass them to midepoch.from_map_style",
     ),
-    (re.compile(r"(.*?)/\.hoodie/hoodie\.properties"), "a Hudi table", "Write a snapshot of it as Parquet files"),
     (
+        ("/.hoodie/",),
+        re.compile(r"(.*?)/\.hoodie/hoodie\.properties"),
+        "a Hudi table",
+        "Write a snapshot of it as Parquet files",
+    ),
+    (
+        (".tfrecord-", ".array_record-"),
         _SHARDS,
         "a TensorFlow dataset",
         "Open it with tfds.data_source, and pass that to midepoch.from_map_style",
     ),
 )
-"""Formats that cannot be read, in folders with files (JSON, Parquet) that can be, but are not the data."""
-_SIGNS = re.compile(r"/zarr\.json$|/\.z(?:array|group)$|/\.hoodie/|-of-\d{5}$", re.MULTILINE)
+"""Folders whose files (JSON, Parquet) must not be read one by one: texts of which all names contain one, the files in
+the root of such a folder, what it is, and the function that opens it or another remedy.
+"""
 _VERSION = re.compile(r"\d{20}\.")
 
 
@@ -208,30 +210,26 @@ def refuse_tables(store: Store, folder: str, paths: Sequence[str], chosen: Seque
     ``chosen``: the paths that match a glob. Other formats are refused only if some of these are in their folders.
     """
     names = "\n".join(paths)
-    for text, pattern, noun, function in _MARKS:
-        if text not in names:
+    for signs, pattern, noun, remedy in _MARKS:
+        if not any(sign in names for sign in signs):
             continue
-        matches = {path: match[1] for path in paths if text in path and (match := pattern.fullmatch(path)) is not None}
-        if matches:
-            marks = [path for path, root in matches.items() if root == min(matches.values())]
-            root = matches[marks[0]]
-            article = "an" if noun.startswith("I") else "a"
-            which = f"is {article}" if root == folder.rstrip("/") else f"contains {store.name(root)}, {article}"
-            opened = store.name(max(marks) if noun.startswith("I") else root)
-            raise _refusal(f"{store.name(folder)} {which} {noun}", function, opened)
-    for pattern, noun, remedy in _OTHERS if _SIGNS.search(names) else ():
-        roots = {match[1] for path in paths if (match := pattern.fullmatch(path)) is not None}
+        marks = [(match[1], path) for path in paths if (match := pattern.fullmatch(path)) is not None]
+        is_table = remedy.startswith("from_")
+        roots = {root for root, _ in marks}
         if pattern is _SHARDS:  # without such files, nothing would be read
             roots &= {path.rpartition("/")[0] for path in paths if path.endswith(".json")}
-        if chosen is not None:
+        if chosen is not None and not is_table:
             roots &= {path[: slash.start()] for path in chosen for slash in re.finditer("/", path)}
-        if roots:
-            root = min(roots)
-            which = "is" if root == folder.rstrip("/") else f"contains {store.name(root)},"
-            raise FormatError(
-                f"{store.name(folder)} {which} {noun}, which cannot be read in place. {remedy}, or list the files one "
-                "by one to read them as they are."
-            )
+        if not roots:
+            continue
+        root = min(roots)
+        what = f"{store.name(folder)} {'is' if root == folder.rstrip('/') else f'contains {store.name(root)},'} {noun}"
+        if is_table:
+            newest = max(path for each, path in marks if each == root)
+            raise _refusal(what, remedy, store.name(newest if pattern is _METADATA else root))
+        raise FormatError(
+            f"{what}, which cannot be read in place. {remedy}, or list the files one by one to read them as they are."
+        )
 
 
 def _refusal(what: str, function: str, opened: str) -> FormatError:

@@ -23,7 +23,7 @@ from midepoch._internal.progress import Progress
 from midepoch.errors import DataNotFoundError, FetchError, FormatError, MidepochError
 from midepoch.sources.formats.table_parquet import SnapshotFile, described
 from midepoch.sources.lake import Files
-from midepoch.sources.tables.opening import TableFile, scanned_files
+from midepoch.sources.tables.opening import TableFile, package, scanned_files
 from midepoch.storage.damage import refusals
 from midepoch.storage.stores import Entry, Store
 
@@ -115,12 +115,7 @@ def find_version(store: Store, path: str, uri: str, options: Mapping[str, str], 
 
 
 def _open(store: Store, name: str, uri: str, options: Mapping[str, str], version: int | None) -> Any:
-    try:
-        import deltalake
-    except ImportError:
-        raise MidepochError(
-            "Delta tables are read with the package deltalake: `pip install midepoch[delta]`."
-        ) from None
+    deltalake = package("deltalake", "Delta", "deltalake", "delta")
     if store.local and unquote(uri) != uri:  # it would read the log of a table in the folder with the other name
         raise FormatError(
             f"the Delta table {name} cannot be read: deltalake takes the % in its path for a quoted character. Rename "

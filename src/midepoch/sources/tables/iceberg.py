@@ -27,7 +27,7 @@ from midepoch._internal.progress import Progress
 from midepoch.errors import CorruptBlockError, DataNotFoundError, FetchError, FormatError, MidepochError
 from midepoch.sources.formats.table_parquet import SnapshotFile, converted, described, find, has_ids, plain
 from midepoch.sources.lake import Files
-from midepoch.sources.tables.opening import TableFile, scanned_files
+from midepoch.sources.tables.opening import TableFile, package, scanned_files
 from midepoch.storage.address import Address, Secrets
 from midepoch.storage.damage import expired, refusals
 from midepoch.storage.stores import Entry, OpenFile, Store
@@ -280,20 +280,9 @@ def newest(table: Any) -> Any:
         return table.catalog.load_table(table.name())
 
 
-def package() -> Any:
-    """Return ``pyiceberg``. Raise MidepochError if it is not installed."""
-    try:
-        import pyiceberg.table
-    except ImportError:
-        raise MidepochError(
-            "Iceberg tables are read with the package pyiceberg: `pip install midepoch[iceberg]`."
-        ) from None
-    return pyiceberg
-
-
 def load_table(given: str, catalog: Mapping[str, Any], properties: Mapping[str, str]) -> Any:
     """Return a table by its metadata file, its folder or its name in a catalog."""
-    package()
+    package("pyiceberg.table", "Iceberg", "pyiceberg", "iceberg")
     from pyiceberg.catalog import load_catalog
     from pyiceberg.table import StaticTable
 

@@ -26,50 +26,23 @@ from midepoch.sources.formats import Block, Format, Scanned, table_of
 from midepoch.sources.index import for_all
 from midepoch.sources.lake import Files
 from midepoch.sources.schemas import nulls, plain_type
+from midepoch.sources.tables.opening import package, reader_options
 from midepoch.storage.damage import expired, refusals
-from midepoch.storage.open_files import options_of
 from midepoch.storage.stores import Entry, Store
 
 _GONE = re.compile(r"not found|NoSuchKey|does not exist", re.IGNORECASE)
 _NETWORK = re.compile(r"request|connect|timed? ?out|HTTP|status|denied|credential", re.IGNORECASE)
-_S3 = {
-    "access_key": "aws_access_key_id",
-    "secret_key": "aws_secret_access_key",
-    "session_token": "aws_session_token",
-    "region": "aws_region",
-}
 
 
 def lance_package() -> Any:
     """Return the package. Raise MidepochError if it is not installed."""
-    try:
-        import lance
-    except ImportError:
-        raise MidepochError("Lance tables are read with the package pylance: `pip install midepoch[lance]`.") from None
-    return lance
+    return package("lance", "Lance", "pylance", "lance")
 
 
 def lance_table(store: Store, path: str, version: int, manifest: str) -> Any:
     """Return a Lance table at a version. ``manifest``: text that differs for a table that was created again."""
     _ = store.filesystem  # refused in a forked process, in which the threads of lance do not run
     return _table(store.scheme + path, version, manifest, tuple(sorted(reader_options(store).items())), os.getpid())
-
-
-def reader_options(store: Store) -> dict[str, str]:
-    """Return the options of a store under the names of ``lance`` and ``deltalake``."""
-    if store.local or store.given.type_name != "s3":
-        return {}
-    options = options_of(store.given)
-    found = {name: str(options[own]) for own, name in _S3.items() if options.get(own)}
-    if endpoint := options.get("endpoint_override"):
-        scheme = options.get("scheme") or "https"
-        found["aws_endpoint"] = f"{scheme}://{endpoint}"
-        found |= {"allow_http": "true"} if scheme == "http" else {}
-    if options.get("anonymous"):
-        found["aws_skip_signature"] = "true"
-    if options.get("force_virtual_addressing"):
-        found["aws_virtual_hosted_style_request"] = "true"
-    return found
 
 
 @lru_cache(maxsize=8)

@@ -1,32 +1,39 @@
-"""Index of a snapshot of a table. Snapshots never change: an existing index is used without checking the files.
-
-Also the options of object stores, under the names of pyarrow and of the readers of tables.
+"""Scan of the Parquet files of a snapshot of a table, the packages that read tables, and the options of object stores
+under the names of pyarrow and of these packages.
 """
 
 from __future__ import annotations
 
-import hashlib
 import os
 from collections.abc import Mapping, Sequence
 from functools import partial
-from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from importlib import import_module
+from typing import Any, NamedTuple
 
 import pyarrow as pa
 
 from midepoch._internal.progress import Progress
-from midepoch.errors import DataNotFoundError
-from midepoch.sources.filters import Filter
+from midepoch.errors import DataNotFoundError, MidepochError
 from midepoch.sources.formats import Scanned
 from midepoch.sources.formats.table_parquet import SnapshotFile, TableFormat, plain
-from midepoch.sources.index import Index, for_all, read_or_build
-from midepoch.sources.lake import Files, indexed
+from midepoch.sources.index import for_all
+from midepoch.sources.lake import Files
 from midepoch.sources.schemas import has_large_text
-from midepoch.sources.tables.lance import reader_options
 from midepoch.storage.addresses import s3_options
-from midepoch.storage.cache_files import default_index_dir
 from midepoch.storage.damage import expired
+from midepoch.storage.open_files import options_of
 from midepoch.storage.stores import Entry, Store
+
+
+def package(module: str, noun: str, name: str, extra: str) -> Any:
+    """Return a package that reads tables. Raise MidepochError if it is not installed."""
+    try:
+        return import_module(module)
+    except ImportError:
+        raise MidepochError(
+            f"{noun} tables are read with the package {name}: `pip install midepoch[{extra}]`."
+        ) from None
+
 
 _DROPPED = ("allow_http", "aws_allow_http", "aws_s3_allow_unsafe_rename", "aws_conditional_put", "conditional_put")
 
@@ -49,12 +56,30 @@ def reader_of(store: Store, path: str, address: str, options: Mapping[str, Any] 
     return f"s3://{path}", reader_options(store)
 
 
-_ICEBERG = {
-    "access_key": "s3.access-key-id",
-    "secret_key": "s3.secret-access-key",
-    "session_token": "s3.session-token",
-    "region": "s3.region",
+_NAMES = {
+    "access_key": ("aws_access_key_id", "s3.access-key-id"),
+    "secret_key": ("aws_secret_access_key", "s3.secret-access-key"),
+    "session_token": ("aws_session_token", "s3.session-token"),
+    "region": ("aws_region", "s3.region"),
 }
+"""Options of pyarrow's S3, under the names of ``lance`` and ``deltalake``, and as properties of ``pyiceberg``."""
+
+
+def reader_options(store: Store) -> dict[str, str]:
+    """Return the options of a store under the names of ``lance`` and ``deltalake``."""
+    if store.local or store.given.type_name != "s3":
+        return {}
+    options = options_of(store.given)
+    found = {name: str(options[own]) for own, (name, _) in _NAMES.items() if options.get(own)}
+    if endpoint := options.get("endpoint_override"):
+        scheme = options.get("scheme") or "https"
+        found["aws_endpoint"] = f"{scheme}://{endpoint}"
+        found |= {"allow_http": "true"} if scheme == "http" else {}
+    if options.get("anonymous"):
+        found["aws_skip_signature"] = "true"
+    if options.get("force_virtual_addressing"):
+        found["aws_virtual_hosted_style_request"] = "true"
+    return found
 
 
 def iceberg_properties(uri: str, options: Mapping[str, Any] | None) -> dict[str, str]:
@@ -62,7 +87,7 @@ def iceberg_properties(uri: str, options: Mapping[str, Any] | None) -> dict[str,
     if not uri.startswith("s3://") and not options:
         return {}
     found = s3_options(store_options("s3://", options) or {})
-    given = {name: str(found[own]) for own, name in _ICEBERG.items() if found.get(own)}
+    given = {name: str(found[own]) for own, (_, name) in _NAMES.items() if found.get(own)}
     if endpoint := found.get("endpoint_override"):
         given["s3.endpoint"] = f"{found.get('scheme', 'https')}://{endpoint}"
     return given | ({"s3.anonymous": "true"} if found.get("anonymous") else {})
@@ -72,7 +97,7 @@ def options_of_iceberg(location: str, properties: Mapping[str, Any]) -> dict[str
     """Return the options of the store in which a table of ``pyiceberg`` is."""
     if not location.startswith(("s3://", "s3a://", "s3n://")):
         return None
-    found = {own: properties[name] for own, name in _ICEBERG.items() if properties.get(name)}
+    found = {own: properties[name] for own, (_, name) in _NAMES.items() if properties.get(name)}
     found |= {"endpoint_override": properties["s3.endpoint"]} if properties.get("s3.endpoint") else {}
     return found | ({"anonymous": True} if str(properties.get("s3.anonymous")).lower() == "true" else {})
 
@@ -83,41 +108,6 @@ class TableFile(NamedTuple):
     path: str
     size: int
     contents: SnapshotFile
-
-
-class TableAt(Protocol):
-    """A table at a snapshot, which never changes."""
-
-    @property
-    def store(self) -> Store: ...
-
-    @property
-    def key(self) -> tuple[str, ...]:
-        """Identity of the snapshot, without secrets."""
-
-    def scan(self, progress: Progress) -> Files:
-        """Find and scan the files of the snapshot."""
-
-
-def open_table(
-    table: TableAt,
-    chosen: Filter | None,
-    *,
-    skip_damage: bool,
-    index_dir: Path | None,
-    force: bool,
-    progress: Progress,
-) -> Index:
-    """Return the index of a snapshot: read, or built by one process at a time and saved."""
-    parts = ["table", table.store.identity, *table.key, str(skip_damage)]
-    parts += [chosen.text, chosen.digest] if chosen else []
-    name = hashlib.blake2b("\0".join(parts).encode(), digest_size=16).hexdigest()
-    path = (index_dir or default_index_dir()) / f"{name}.midepoch-index"
-
-    def build() -> Index:
-        return indexed(table.scan(progress), chosen, skip_damage=skip_damage, report=progress)
-
-    return read_or_build(path, build, force=force)
 
 
 def scanned_files(
