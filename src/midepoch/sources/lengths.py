@@ -227,20 +227,35 @@ class _Builder:
 
     def add(self, column: pa.Array) -> None:
         """Add the lengths of a column. Raise ``pa.ArrowInvalid`` if its offsets are damaged."""
-        if self._encoded:
-            column = _stored(column)
-        room = self._lengths[self._filled : self._filled + len(column)]
-        if self._offsets is None or column.null_count:
-            room[:] = self._sizes(column)
-            self._total += int(room.sum(dtype=np.int64))
-        elif len(column):
-            ends = self._ends(column)
+        if not len(column):
+            return
+        column = _stored(column) if self._encoded else column
+        rows, start = len(column), column.offset
+        room = self._lengths[self._filled : self._filled + rows]
+        if self._offsets is not None:
+            ends = _part(column.buffers()[1], self._offsets, start, rows + 1)
             first, last = int(ends[0]), int(ends[-1])
             if not 0 <= first <= last <= self._items(column):
                 raise pa.ArrowInvalid("its offsets point outside its data")
             np.subtract(ends[1:], ends[:-1], out=room)
             self._total += last - first
-        self._filled += len(column)
+        else:
+            column.validate()
+            if (constant := constant_length(self._kind)) is not None:
+                room[:] = constant
+            elif pt.is_nested(self._kind):  # a view of lists: offsets, sizes
+                room[:] = _part(column.buffers()[2], room.dtype, start, rows)
+            else:  # a view of text: 16 bytes each, the length first
+                room[:] = _part(column.buffers()[1], room.dtype, 4 * start, 4 * rows)[::4]
+            self._total += int(room.sum(dtype=np.int64))
+        if column.null_count:
+            nulls = _nulls(column)
+            hidden = room[nulls]
+            if hidden.min() < 0:
+                raise pa.ArrowInvalid("its offsets are not in order")
+            self._total -= int(hidden.sum(dtype=np.int64))
+            room[nulls] = 0
+        self._filled += rows
 
     def measured(self) -> Measured:
         """Return everything that was added. Raise ``pa.ArrowInvalid`` if some offsets are damaged."""
@@ -253,36 +268,11 @@ class _Builder:
             raise pa.ArrowInvalid("its offsets are not in order")
         return Measured(lengths.astype(smallest_dtype(longest)), self._total)
 
-    def _ends(self, column: pa.Array) -> npt.NDArray[Any]:
-        assert self._offsets is not None
-        return _part(column.buffers()[1], self._offsets, column.offset, len(column) + 1)
-
     def _items(self, column: pa.Array) -> int:
         if pt.is_nested(self._kind):
             return len(column.values)
         data = column.buffers()[2]
         return 0 if data is None else int(data.size)
-
-    def _sizes(self, column: pa.Array) -> npt.NDArray[Any]:
-        """Return the length of each row as a new array, for columns with nulls and for layouts without offsets."""
-        column.validate()
-        rows, start, dtype = len(column), column.offset, self._lengths.dtype
-        if self._offsets is not None:
-            ends = self._ends(column)
-            if rows and not 0 <= int(ends.min()) <= int(ends.max()) <= self._items(column):
-                raise pa.ArrowInvalid("its offsets point outside its data")
-            sizes = np.diff(ends)
-        elif (constant := constant_length(self._kind)) is not None:
-            sizes = np.full(rows, constant, dtype)
-        elif pt.is_nested(self._kind):  # a view of lists: offsets, sizes
-            sizes = _part(column.buffers()[2], dtype, start, rows).copy()
-        else:  # a view of text: 16 bytes each, the length first
-            sizes = _part(column.buffers()[1], dtype, 4 * start, 4 * rows)[::4].copy()
-        if rows and sizes.min() < 0:
-            raise pa.ArrowInvalid("its offsets are not in order")
-        if column.null_count:
-            sizes[_nulls(column)] = 0
-        return sizes
 
 
 def _stored(column: pa.Array) -> pa.Array:

@@ -197,8 +197,8 @@ _MARKS = (
         "Open it with tfds.data_source, and pass that to midepoch.from_map_style",
     ),
 )
-"""Folders whose files (JSON, Parquet) must not be read one by one: texts of which all names contain one, the files in
-the root of such a folder, what it is, and the function that opens it or another remedy.
+"""Folders whose files (JSON, Parquet) must not be read one by one: texts of which one is in the paths of its files, the
+files that show its root, what it is, and the function that opens it or another remedy.
 """
 _VERSION = re.compile(r"\d{20}\.")
 
