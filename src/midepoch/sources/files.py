@@ -291,7 +291,17 @@ def _common_format(store: Store, entries: Sequence[Entry]) -> str:
             f"the files have different formats: {listed}. Pass format=… for those of "
             "one format, or open each by itself and combine them with midepoch.concat([a, b]) or mix([a, b])."
         )
-    return next(iter(named), None) or _sniffed(store, entries[0])
+    if named:
+        return next(iter(named))
+    name, start = store.name(entries[0].path), beginning(store, entries[0], 8)
+    if (kind := format_of_bytes(start)) is not None:
+        return kind
+    if (reason := not_read([entries[0].path])) is not None:
+        raise FormatError(f"{name}: {reason}")
+    raise FormatError(
+        f"{name}: neither its name nor its first bytes ({start!r}) show its format. Pass format=…: "
+        f"{', '.join(map(repr, FORMATS))}.{other_reader([entries[0].path])}"
+    )
 
 
 def _formats_of(entries: Sequence[Entry]) -> dict[str, str]:
@@ -302,16 +312,3 @@ def _formats_of(entries: Sequence[Entry]) -> dict[str, str]:
         if kind is not None:
             named.setdefault(kind, path)
     return named
-
-
-def _sniffed(store: Store, entry: Entry) -> str:
-    """Return the format that the first bytes indicate, for a file whose name does not."""
-    start = beginning(store, entry, 8)
-    if (kind := format_of_bytes(start)) is not None:
-        return kind
-    if (reason := not_read([entry.path])) is not None:
-        raise FormatError(f"{store.name(entry.path)}: {reason}")
-    raise FormatError(
-        f"{store.name(entry.path)}: neither its name nor its first bytes ({start!r}) show its format. "
-        f"Pass format=…: {', '.join(map(repr, FORMATS))}.{other_reader([entry.path])}"
-    )

@@ -251,13 +251,9 @@ def _checksum(parts: Iterable[Any]) -> int:
     return reduce(lambda checksum, part: zlib.crc32(part, checksum), parts, 0)
 
 
-def _frozen(value: Any) -> Any:
-    """Return a column from JSON: the values in it that are lists become tuples."""
-    return [_tuples(each) for each in value] if value and isinstance(value[0], list) else value
-
-
-def _tuples(value: Any) -> Any:
-    return tuple(map(_tuples, value)) if isinstance(value, list) else value
+def _frozen(column: list[Any]) -> list[Any]:
+    """Return a column from JSON with tuples in place of the lists in it."""
+    return [tuple(_frozen(each)) if isinstance(each, list) else each for each in column]
 
 
 class IndexedFile(NamedTuple):

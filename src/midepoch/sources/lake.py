@@ -39,7 +39,7 @@ from midepoch.sources.index import (
     read_or_build,
 )
 from midepoch.sources.listing import files_at
-from midepoch.sources.names import KINDS, Listing
+from midepoch.sources.names import GLOB, KINDS
 from midepoch.sources.schemas import difference, holds, holds_dictionary, nullable_paths, row_bytes, unified, usable
 from midepoch.storage.cache_files import default_index_dir
 from midepoch.storage.damage import DamageError
@@ -86,13 +86,17 @@ def index_path(folder: Path | None, chosen: Filter | None, *parts: str) -> Path:
     return (folder or default_index_dir()) / f"{name}.midepoch-index"
 
 
+def _quiet(done: int, total: int) -> None:
+    """Show no progress."""
+
+
 def open_index(
     files: Sequence[str | os.PathLike[str]],
     *,
     index_dir: Path | None = None,
     force: bool = False,
     skip_damage: bool = False,
-    progress: Progress | None = None,
+    progress: Progress = _quiet,
 ) -> Index:
     """Return the index of local Arrow files to map. Raise DifferentSchemasError unless they have one schema."""
     paths, store = tuple(os.path.abspath(path) for path in files), Store(fs.LocalFileSystem())
@@ -114,7 +118,7 @@ def open_lake(
     index_dir: Path | None = None,
     force: bool = False,
     validate: bool = True,
-    progress: Progress | None = None,
+    progress: Progress = _quiet,
 ) -> Index:
     """Return the index: read if it is fresh (by one listing; ``validate=False`` skips the check), else built."""
     path, store = request.index_path(index_dir), request.store
@@ -127,7 +131,7 @@ def open_lake(
             )  # fmt: skip
         index = read_or_build(
             path,
-            lambda: _build(request, progress or _quiet),
+            lambda: _build(request, progress),
             force=force,
             is_fresh=lambda index: _fresh(index, request.found),
         )
@@ -157,12 +161,15 @@ def _build(request: Request, report: Progress) -> Index:
         items = format_named(found.format).members(store, found.entries)
     entries = [item.entry if found.listed else item for item in items]
     total = len(entries) * (1 if request.filter is None else 2)
-    scan_one = partial(_scanned, store, found.format, request.skip_damage)
-    scans = (
-        for_all(scan_one, items, lambda done: report(done, total))
-        if found.listing is None
-        else [_scanned_media(request, found, found.listing)]
-    )
+    if found.listing is None:
+        scan_one = partial(_scanned, store, found.format, request.skip_damage)
+        scans = for_all(scan_one, items, lambda done: report(done, total))
+    else:
+        from midepoch.sources.formats.media import scan_media
+
+        if request.partitioning is not None:
+            raise ValueError(f"partitioning={request.partitioning!r} is for tables, and these are {found.format} files")
+        scans = [scan_media(store, found.listing, found.format, skip_damage=request.skip_damage)]
     values, added = (
         hive_values(below(request.paths, [entry.path for entry in entries]))
         if request.partitioning == "hive"
@@ -275,18 +282,6 @@ def _scanned(store: Store, form: str, skip_damage: bool, item: Entry | Member) -
         return Scanned(pa.schema([]), fingerprint=SKIPPED, damage=problem)
 
 
-def _scanned_media(request: Request, found: DataFiles, listing: Listing) -> Scanned:
-    from midepoch.sources.formats.media import scan_media
-
-    if request.partitioning is not None:
-        raise ValueError(f"partitioning={request.partitioning!r} is for tables, and these are {found.format} files")
-    return scan_media(request.store, listing, found.format, skip_damage=request.skip_damage)
-
-
-def _quiet(done: int, total: int) -> None:
-    """Show no progress."""
-
-
 class _Counter:
     """Counter of the rows of each block that pass a filter. It reads only the columns of the filter."""
 
@@ -320,21 +315,27 @@ class _Counter:
 _NULL = "__HIVE_DEFAULT_PARTITION__"
 
 
-_GLOB = re.compile(r"[*?\[]")
-
-
 def hive_values(paths: Sequence[str]) -> tuple[list[Values], pa.Schema]:
     """Return the values of each path and their types: integers if all values are, else text."""
-    texts = [_texts(path) for path in paths]
-    keys = list(texts[0])
-    for path, values in zip(paths, texts, strict=True):
-        if list(values) != keys:
+    texts: list[dict[str, str | None]] = []
+    for path in paths:
+        parts = [part.split("=", 1) for part in path.split("/")[:-1] if "=" in part and not part.startswith("=")]
+        texts.append({unquote(key): None if value == _NULL else unquote(value) for key, value in parts})
+        if list(texts[-1]) != list(texts[0]):
             raise FormatError(
-                f"the files are not partitioned alike: {paths[0]} has {keys or 'no keys'}, {path} has {list(values)}."
+                f"the files are not partitioned alike: {paths[0]} has {list(texts[0]) or 'no keys'}, {path} has "
+                f"{list(texts[-1])}."
             )
-    types = {key: pa.int64() if all(_is_int(text[key]) for text in texts) else pa.string() for key in keys}
-    typed = [tuple((key, _typed(text[key], types[key])) for key in keys) for text in texts]
-    return typed, pa.schema(list(types.items()))
+    columns: dict[str, list[Any]] = {key: [text[key] for text in texts] for key in texts[0]}
+    types = {}
+    for key, column in columns.items():
+        given = [text for text in column if text is not None]
+        are_ints = all(re.fullmatch(r"-?[0-9]{1,19}", text) and abs(int(text)) < 1 << 63 for text in given)
+        types[key] = pa.int64() if are_ints else pa.string()
+        if are_ints:
+            columns[key] = [text if text is None else int(text) for text in column]
+    typed = [tuple(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
+    return typed or [()] * len(paths), pa.schema(list(types.items()))
 
 
 def below(given: Sequence[str], paths: Sequence[str]) -> list[str]:
@@ -354,7 +355,7 @@ def below(given: Sequence[str], paths: Sequence[str]) -> list[str]:
 
 
 def _root(text: str, path: str) -> str:
-    plain, *glob = _GLOB.split(text, maxsplit=1)
+    plain, *glob = GLOB.split(text, maxsplit=1)
     if text != path and not glob:
         above = text.rstrip("/").split("/")
         while above and "=" in above[-1]:  # a folder that is itself a partition
@@ -370,16 +371,3 @@ def _root(text: str, path: str) -> str:
     while folders and "=" in folders[-1]:
         folders.pop()
     return "".join(f"{folder}/" for folder in folders)
-
-
-def _texts(path: str) -> dict[str, str | None]:
-    parts = [part.split("=", 1) for part in path.split("/")[:-1] if "=" in part and not part.startswith("=")]
-    return {unquote(key): None if value == _NULL else unquote(value) for key, value in parts}
-
-
-def _is_int(text: str | None) -> bool:
-    return text is None or (re.fullmatch(r"-?[0-9]{1,19}", text) is not None and abs(int(text)) < 1 << 63)
-
-
-def _typed(text: str | None, kind: pa.DataType) -> Any:
-    return text if text is None or kind != pa.int64() else int(text)

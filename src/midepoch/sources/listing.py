@@ -243,11 +243,11 @@ def refuse_part(store: Store, folder: str) -> None:
     """Raise FormatError for a folder inside of a table. In a store, where it is a request, only of partitions."""
     *above, name = folder.split("/")
     if store.local:
-        roots = ["/".join(above[:i]) for i in range(len(above), 1, -1)]
-        for root in roots:
-            if _has_log(f"{root}/_delta_log"):
+        for i in range(len(above), 1, -1):
+            root = "/".join(above[:i])
+            log, metadata = f"{root}/_delta_log", f"{root}/metadata"
+            if os.path.isdir(log) and any(map(_VERSION.match, os.listdir(log))):  # a failed write leaves an empty one
                 raise _refusal(f"{folder} is part of the Delta table {root}", "from_delta", root)
-            metadata = f"{root}/metadata"
             if f"{folder}/".startswith(f"{root}/data/") and os.path.isdir(metadata):
                 refuse_tables(store, root, [f"{metadata}/{each}" for each in os.listdir(metadata)])
     elif "=" in name:
@@ -256,12 +256,3 @@ def refuse_part(store: Store, folder: str) -> None:
         root = "/".join(above)
         if store.is_folder(f"{root}/_delta_log"):
             raise _refusal(f"{store.name(folder)} is part of a Delta table", "from_delta", store.name(root))
-
-
-def _has_log(folder: str) -> bool:
-    """Return True for a local folder with versions of a Delta table. An empty one is what a failed write leaves."""
-    try:
-        with os.scandir(folder) as entries:
-            return any(_VERSION.match(entry.name) for entry in entries)
-    except (FileNotFoundError, NotADirectoryError):
-        return False

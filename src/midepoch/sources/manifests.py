@@ -39,24 +39,21 @@ def manifest_format(store: Store, entry: Entry) -> str | None:
     if (match := _BEGINNING.match(start)) is not None:
         return "parquet" if _PARQUET.search(start) else _KEYS[match[1].decode()]
     try:
-        contents = _parsed(store, entry)
-    except ValueError:
+        contents = read_manifest(store, entry)
+    except FormatError:
         return None
     return next((form for key, form in _KEYS.items() if isinstance(contents.get(key), list)), None)
 
 
 def read_manifest(store: Store, entry: Entry) -> dict[str, Any]:
     """Return the contents of a manifest. Raise FormatError if it cannot be parsed."""
+    text = beginning(store, entry)
     try:
-        return _parsed(store, entry)
+        contents = json.loads(text)
+        if not isinstance(contents, dict):
+            raise ValueError("it is not a JSON object")
     except ValueError as problem:
         raise FormatError(f"{store.name(entry.path)}: not a manifest: {problem}. Copy or download it again.") from None
-
-
-def _parsed(store: Store, entry: Entry) -> dict[str, Any]:
-    contents = json.loads(beginning(store, entry))
-    if not isinstance(contents, dict):
-        raise ValueError("it is not a JSON object")
     return contents
 
 
@@ -70,7 +67,7 @@ def chosen(store: Store, folder: str, found: Sequence[Entry], wanted: str | None
     top = folder.rstrip("/")
     named = [entry for entry in found if entry[0].endswith(NAME) and is_manifest(entry.path)]
     outer = [entry for entry in named if os.path.dirname(entry.path).rstrip("/") == top]
-    kinds = [(kind, entry) for entry in outer or named if (kind := manifest_format(store, entry)) is not None]
+    kinds = [manifest for entry in outer or named if (manifest := of_file(store, entry, wanted)) is not None]
     if len(kinds) > 1:
         folders = sorted(store.name(os.path.dirname(entry.path)) for _, entry in kinds)
         listed = ", ".join(folders[:5]) + (", …" if len(folders) > 5 else "")
@@ -89,30 +86,20 @@ def chosen(store: Store, folder: str, found: Sequence[Entry], wanted: str | None
             f"no {NAME} of format {wanted!r} in {store.name(folder)}. Check the path: the manifest names the files of "
             "the dataset."
         )
-    return _checked(store, *kinds[0], wanted) if kinds else None
-
-
-def _base(form: str) -> str:
-    """Return the name of a format without its argument."""
-    return form.partition(":")[0]
+    return kinds[0] if kinds else None
 
 
 def _may_be(wanted: str | None) -> bool:
-    return wanted is None or _base(wanted) in FORMATS
-
-
-def _checked(store: Store, kind: str, entry: Entry, wanted: str | None) -> tuple[str, Entry]:
-    if wanted is not None and _base(wanted) != (kind if kind in FORMATS else "litdata"):
-        raise FormatError(f"{store.name(entry.path)} describes {kind} data, format={wanted!r} was given. Omit it.")
-    return kind, entry
+    return wanted is None or wanted.partition(":")[0] in FORMATS
 
 
 def of_file(store: Store, entry: Entry, wanted: str | None) -> tuple[str, Entry] | None:
     """Return a file and its format if it is a manifest, else None."""
-    if not is_manifest(entry.path) or not _may_be(wanted):
+    if not is_manifest(entry.path) or not _may_be(wanted) or (kind := manifest_format(store, entry)) is None:
         return None
-    kind = manifest_format(store, entry)
-    return None if kind is None else _checked(store, kind, entry, wanted)
+    if wanted is not None and wanted.partition(":")[0] != (kind if kind in FORMATS else "litdata"):
+        raise FormatError(f"{store.name(entry.path)} describes {kind} data, format={wanted!r} was given. Omit it.")
+    return kind, entry
 
 
 def is_litdata(store: Store, path: str) -> bool:

@@ -186,17 +186,14 @@ class Source:
         """Describe the location of a source row."""
         number = self._file_number(row)
         place = f"row {row - int(self.layout.file_starts[number])} of {self.name(self.files[number])}"
-        name = self._name_in_folder(row) if self.is_folder else None
-        return place if name is None else f"{place} ({name})"
-
-    def _name_in_folder(self, row: int) -> str | None:
-        """Return the name of the file that is a row. With a filter, the rows of a block are not those of its footer."""
+        if not self.is_folder or self.indexes[0].filter:  # with it, rows of a block are not those of its footer
+            return place
         from midepoch.sources.formats.media import name_of
 
-        if self.indexes[0].filter:
-            return None
-        block = int(self.layout.block_starts.searchsorted(row, side="right")) - 1
-        return name_of(self.indexes[0].footer(block), row - int(self.layout.block_starts[block]))
+        starts = self.layout.block_starts
+        block = int(starts.searchsorted(row, side="right")) - 1
+        name = name_of(self.indexes[0].footer(block), row - int(starts[block]))
+        return place if name is None else f"{place} ({name})"
 
     def file_of(self, row: int) -> IndexedFile:
         """Return the file of a source row."""

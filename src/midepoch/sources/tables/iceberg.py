@@ -27,72 +27,48 @@ from midepoch._internal.progress import Progress
 from midepoch.errors import CorruptBlockError, DataNotFoundError, FetchError, FormatError, MidepochError
 from midepoch.sources.formats.table_parquet import SnapshotFile, converted, described, find, has_ids, plain
 from midepoch.sources.lake import Files
-from midepoch.sources.tables.opening import TableFile, package, scanned_files
+from midepoch.sources.schemas import children
+from midepoch.sources.tables.opening import TableFile, described_type, package, scanned_files
 from midepoch.storage.address import Address, Secrets
 from midepoch.storage.damage import expired, refusals
 from midepoch.storage.stores import Entry, OpenFile, Store
 
-_TYPES = {
-    "boolean": pa.bool_(),
-    "int": pa.int32(),
-    "long": pa.int64(),
-    "float": pa.float32(),
-    "double": pa.float64(),
-    "date": pa.date32(),
-    "time": pa.time64("us"),
-    "timestamp": pa.timestamp("us"),
-    "timestamptz": pa.timestamp("us", "UTC"),
-    "timestamp_ns": pa.timestamp("ns"),
-    "timestamptz_ns": pa.timestamp("ns", "UTC"),
-    "string": pa.string(),
-    "uuid": pa.uuid(),
-    "binary": pa.binary(),
-    "unknown": pa.null(),
-}
+_UNSUPPORTED = ("geometry", "geography", "variant")
 
 
 def described_fields(table: str, fields: Sequence[Any], mapping: Iterable[Any] | None) -> list[pa.Field]:
     """Return the columns of a table. ``mapping``: names in files without field ids."""
-    names = {each.field_id: each for each in mapping or ()}
-    found = []
-    for field in fields:
-        mapped = names.get(field.field_id)
-        kind = _type(table, field.name, field.field_type, mapped)
-        inner = list(mapped.names) if mapped is not None else []
-        found.append(described(pa.field(field.name, kind), number=field.field_id, names=inner))
-    return found
+    from pyiceberg.io.pyarrow import schema_to_pyarrow
+    from pyiceberg.schema import index_by_id
+    from pyiceberg.types import StructType
+
+    row_type, columns = StructType(*fields), {field.field_id: field for field in fields}
+    for number, field in index_by_id(row_type).items():
+        if field.initial_default is not None and number not in columns:
+            raise FormatError(
+                f"the Iceberg table {table} has a default for the field {field.name!r} inside of a column, which is "
+                "not supported."
+            )
+        if str(field.field_type).startswith(_UNSUPPORTED):
+            raise FormatError(
+                f"the Iceberg table {table} has a field {field.name!r} of type {field.field_type}, which is not "
+                "supported. Leave it out of the table."
+            )
+    names = dict(_mapped(mapping or ()))
+
+    def described_field(field: pa.Field) -> pa.Field:
+        number = int(field.metadata[b"PARQUET:field_id"])
+        kind = described_type(field.type, described_field)
+        return described(pa.field(field.name, kind), number=number, names=names.get(number, ()))
+
+    return list(map(described_field, children(schema_to_pyarrow(row_type))))
 
 
-def _type(table: str, column: str, kind: Any, mapped: Any) -> pa.DataType:
-    inside = list(mapped.fields) if mapped is not None else None
-    if kind.is_struct:
-        for field in kind.fields:
-            if field.initial_default is not None:
-                raise FormatError(
-                    f"the Iceberg table {table} has a default for the field {field.name!r} inside of {column!r}, which "
-                    "is not supported."
-                )
-        return pa.struct(described_fields(table, kind.fields, inside))
-    if hasattr(kind, "element_type"):
-        return pa.list_(pa.field("element", _type(table, column, kind.element_type, _inner(inside, kind.element_id))))
-    if hasattr(kind, "key_type"):
-        key = _type(table, column, kind.key_type, _inner(inside, kind.key_id))
-        return pa.map_(key, _type(table, column, kind.value_type, _inner(inside, kind.value_id)))
-    text = str(kind)
-    if match := re.fullmatch(r"decimal\((\d+),\s*(\d+)\)", text):
-        return pa.decimal128(int(match[1]), int(match[2]))
-    if match := re.fullmatch(r"fixed\[(\d+)\]", text):
-        return pa.binary(int(match[1]))
-    if text not in _TYPES:
-        raise FormatError(
-            f"the Iceberg table {table} has a column {column!r} of type {text}, which is not supported. "
-            "Leave it out of the table."
-        )
-    return _TYPES[text]
-
-
-def _inner(mapped: Sequence[Any] | None, number: int) -> Any:
-    return next((each for each in mapped or () if each.field_id == number), None)
+def _mapped(mapping: Iterable[Any]) -> Iterator[tuple[int, list[str]]]:
+    """Yield the ids and the names of a name mapping, at any depth."""
+    for each in mapping:
+        yield each.field_id, list(each.names)
+        yield from _mapped(each.fields)
 
 
 def partition_values(table: Any, schema: Any, spec: int, partition: tuple[Any, ...]) -> dict[str, Any]:

@@ -5,12 +5,13 @@ under the names of pyarrow and of these packages.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from importlib import import_module
 from typing import Any, NamedTuple
 
 import pyarrow as pa
+import pyarrow.types as pt
 
 from midepoch._internal.progress import Progress
 from midepoch.errors import DataNotFoundError, MidepochError
@@ -18,7 +19,7 @@ from midepoch.sources.formats import Scanned
 from midepoch.sources.formats.table_parquet import SnapshotFile, TableFormat, plain
 from midepoch.sources.index import for_all
 from midepoch.sources.lake import Files
-from midepoch.sources.schemas import has_large_text
+from midepoch.sources.schemas import children, has_large_text
 from midepoch.storage.addresses import s3_options
 from midepoch.storage.damage import expired
 from midepoch.storage.open_files import options_of
@@ -100,6 +101,18 @@ def options_of_iceberg(location: str, properties: Mapping[str, Any]) -> dict[str
     found = {own: properties[name] for own, (_, name) in _NAMES.items() if properties.get(name)}
     found |= {"endpoint_override": properties["s3.endpoint"]} if properties.get("s3.endpoint") else {}
     return found | ({"anonymous": True} if str(properties.get("s3.anonymous")).lower() == "true" else {})
+
+
+def described_type(kind: pa.DataType, field_of: Callable[[pa.Field], pa.Field]) -> pa.DataType:
+    """Return a type with text and lists of 32-bit offsets, and with the fields of structs that ``field_of`` returns."""
+    inner = partial(described_type, field_of=field_of)
+    if pt.is_struct(kind):
+        return pa.struct(list(map(field_of, children(kind))))
+    if pt.is_list(kind) or pt.is_large_list(kind):
+        return pa.list_(pa.field("element", inner(kind.value_type)))
+    if pt.is_map(kind):
+        return pa.map_(inner(kind.key_type), inner(kind.item_type))
+    return {pa.large_string(): pa.string(), pa.large_binary(): pa.binary()}.get(kind, kind)
 
 
 class TableFile(NamedTuple):
