@@ -395,14 +395,6 @@ def write_lengths(path: Path, key: bytes, parts: Iterable[Measured]) -> None:
         file.write(head + struct.pack("<I", zlib.crc32(head)))
 
 
-def remove_old(path: Path, pattern: str) -> None:
-    """Remove sidecars of the same column for earlier contents. A week later no process uses them."""
-    for old in path.parent.glob(pattern):
-        with suppress(OSError):
-            if old != path and old.stat().st_mtime < time.time() - _KEPT_SECONDS:
-                old.unlink()
-
-
 def _put(file: BinaryIO, numbers: Compact) -> None:
     file.write(np.ascontiguousarray(numbers).view(np.uint8).data)
 
@@ -445,8 +437,19 @@ def lengths_of(source: Source, column: str, *, skip_corrupt: bool = False) -> Ro
     constant = constant_length(kind)
     if constant is not None and () not in source.nullable[column]:
         return RowLengths(source.rows, source.rows * constant, constant)
-    stamps = _stamps(source)
-    folder, stem, key = _sidecar(source, column, stamps)
+    access, first, stamps = source.access, source.indexes[0].path, _stamps(source)
+    chosen = access.filter if access is not None else None
+    key = _digest(
+        source.fingerprint,
+        column,
+        kind,
+        access.store.identity if access is not None else "",
+        chosen.digest if chosen is not None else "",
+        *stamps,
+    )
+    indexes = _digest(*((index.path and Path(index.path).stem) or index.fingerprint for index in source.indexes))
+    folder = Path(first).parent if first is not None else default_index_dir()
+    stem = f"{indexes.hex()}.{_digest(column).hex()[:8]}"
     path = folder / f"{stem}.{key.hex()}{SUFFIX}"
 
     def usable() -> RowLengths | None:
@@ -456,7 +459,10 @@ def lengths_of(source: Source, column: str, *, skip_corrupt: bool = False) -> Ro
     def make(slot: CacheSlot) -> RowLengths:
         parts = partial(_parts, source, column, skip_corrupt, stamps)
         if slot.keep(lambda: write_lengths(path, key, parts())):
-            remove_old(path, f"{stem}.*{SUFFIX}")
+            for old in folder.glob(f"{stem}.*{SUFFIX}"):  # for earlier contents: a week later no process uses them
+                with suppress(OSError):
+                    if old != path and old.stat().st_mtime < time.time() - _KEPT_SECONDS:
+                        old.unlink()
             if (found := usable()) is not None:
                 return found
         made = Measured.join(list(parts()))
@@ -476,22 +482,6 @@ def _parts(source: Source, column: str, skip_corrupt: bool, stamps: Stamps) -> I
     for file, before, after in zip(source.files, stamps, _stamps(source), strict=True):
         if before != after:
             raise changed(file.path, "while the lengths of its rows were read")
-
-
-def _sidecar(source: Source, column: str, stamps: Stamps) -> tuple[Path, str, bytes]:
-    """Return the folder and stem of the files for this column, and the key of the one for the present contents."""
-    access, first = source.access, source.indexes[0].path
-    key = _digest(
-        source.fingerprint,
-        column,
-        source.schema.field(column).type,
-        access.store.identity if access is not None else "",
-        access.filter.digest if access is not None and access.filter is not None else "",
-        *stamps,
-    )
-    indexes = _digest(*((index.path and Path(index.path).stem) or index.fingerprint for index in source.indexes))
-    folder = Path(first).parent if first is not None else default_index_dir()
-    return folder, f"{indexes.hex()}.{_digest(column).hex()[:8]}", key
 
 
 def _digest(*parts: object) -> bytes:

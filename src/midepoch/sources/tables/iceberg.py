@@ -86,9 +86,18 @@ def _plain(value: Any) -> Any:
 
 
 _ADDRESS = re.compile(r"[a-z][\w+.-]*:/")
-_STATUS, _SEQUENCE, _FILE = 0, 3, 2
-_CONTENT, _PATH, _FORMAT, _PARTITION, _SIZE = 134, 100, 101, 102, 104
-_KEY, _EQUALITY, _REFERENCED, _OFFSET, _LENGTH = 131, 135, 143, 144, 145
+_STATUS, _SEQUENCE, _FILE, _KEY = 0, 3, 2, 131
+_IDS = {
+    "content": 134,
+    "path": 100,
+    "format": 101,
+    "size": 104,
+    "partition": 102,
+    "equality_ids": 135,
+    "referenced": 143,
+    "offset": 144,
+    "length": 145,
+}
 """Ids of the fields of a manifest."""
 _REMOVED = 2
 DATA, POSITIONS, EQUALITY = 0, 1, 2
@@ -102,13 +111,13 @@ class ManifestFileEntry(NamedTuple):
     path: str
     format: str
     size: int
+    partition: tuple[Any, ...]
+    equality_ids: tuple[int, ...]
+    referenced: str | None
+    offset: int | None
+    length: int | None
     sequence: int
     spec: int
-    partition: tuple[Any, ...]
-    equality_ids: tuple[int, ...] = ()
-    referenced: str | None = None
-    offset: int | None = None
-    length: int | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -182,28 +191,19 @@ def _read_manifest(io: Any, manifest: Any) -> Iterator[ManifestFileEntry]:
             if record[outer[_STATUS]] == _REMOVED:
                 continue
             file = record[outer[_FILE]]
-
-            def get(number: int, file: Any = file) -> Any:
-                return file[inner[number]] if number in inner else None
-
-            if get(_KEY) is not None:
-                raise FormatError(f"{get(_PATH)} is encrypted, which is not supported.")
+            found = {name: file[inner[number]] if number in inner else None for name, number in _IDS.items()}
+            if _KEY in inner and file[inner[_KEY]] is not None:
+                raise FormatError(f"{found['path']} is encrypted, which is not supported.")
             sequence = record[outer[_SEQUENCE]] if _SEQUENCE in outer else 0
             sequence = manifest.sequence_number if sequence is None else sequence
-            partition = get(_PARTITION)
-            yield ManifestFileEntry(
-                get(_CONTENT) or DATA,
-                get(_PATH),
-                str(get(_FORMAT)).upper(),
-                get(_SIZE),
-                sequence or 0,
-                manifest.partition_spec_id,
-                tuple(partition[i] for i in range(len(partition))) if partition is not None else (),
-                tuple(get(_EQUALITY) or ()),
-                get(_REFERENCED),
-                get(_OFFSET),
-                get(_LENGTH),
-            )
+            partition = found["partition"]
+            found |= {
+                "content": found["content"] or DATA,
+                "format": str(found["format"]).upper(),
+                "partition": tuple(partition[i] for i in range(len(partition))) if partition is not None else (),
+                "equality_ids": tuple(found["equality_ids"] or ()),
+            }
+            yield ManifestFileEntry(**found, sequence=sequence or 0, spec=manifest.partition_spec_id)
 
 
 def refusing(secrets: Secrets, name: str) -> AbstractContextManager[None]:
@@ -318,18 +318,14 @@ class Deletes:
             found += [rows for sequence, rows in self._positions.get(data.path, ()) if sequence >= data.sequence]
         groups: dict[tuple[int, ...], list[ManifestFileEntry]] = defaultdict(list)
         for each in self._equality:
-            if each.sequence > data.sequence and self._in_scope(each, data):
+            # It applies to the files of one partition, or of the whole table.
+            in_scope = not each.partition or (each.spec, each.partition) == (data.spec, data.partition)
+            if each.sequence > data.sequence and in_scope:
                 groups[tuple(sorted(each.equality_ids))].append(each)
         for ids, files in groups.items():
             found.append(self._equal_rows(data, ids, files))
         rows = np.unique(np.concatenate(found)) if found else np.empty(0, np.int64)
         return rows if len(rows) else None
-
-    def _in_scope(self, delete: ManifestFileEntry, data: ManifestFileEntry) -> bool:
-        """Return True if a delete by values applies to a data file: of the same partition, or of the whole table."""
-        if not delete.partition:
-            return True
-        return delete.spec == data.spec and delete.partition == data.partition
 
     def _add_positions(self, file: ManifestFileEntry) -> None:
         table = self._read(file, lambda parquet: parquet.read(columns=["file_path", "pos"]))
@@ -358,7 +354,10 @@ class Deletes:
     ) -> Int64Array:
         """Return the rows of a data file with the values of a row of the delete files. Null equals null."""
         fields = self._fields(ids)
-        deleted = pa.concat_tables([self._deleted_values(each, fields) for each in files])
+        for each in files:
+            if each.path not in self._values:
+                self._values[each.path] = self._columns(each, fields)
+        deleted = pa.concat_tables([self._values[each.path] for each in files])
         held = self._columns(data, fields)
         keys = np.zeros(held.num_rows + deleted.num_rows, np.int64)
         for field in fields:
@@ -370,11 +369,6 @@ class Deletes:
             _, keys = np.unique(pairs, axis=0, return_inverse=True)
             keys = keys.reshape(-1)
         return np.flatnonzero(np.isin(keys[: held.num_rows], keys[held.num_rows :])).astype(np.int64)
-
-    def _deleted_values(self, file: ManifestFileEntry, fields: Sequence[pa.Field]) -> pa.Table:
-        if file.path not in self._values:
-            self._values[file.path] = self._columns(file, fields)
-        return self._values[file.path]
 
     def _fields(self, ids: tuple[int, ...]) -> list[pa.Field]:
         """Return the fields with these ids, from the newest schema that has them: a column may have been removed."""

@@ -217,7 +217,9 @@ def _scanned(table: LanceTableAt, schema: pa.Schema, fields: dict[str, Any], fra
         digest = hashlib.blake2b(f"{schema.to_string(show_schema_metadata=False)} {step}".encode(), digest_size=16)
         others = [json.dumps(file, sort_keys=True) for file in about["files"] if _is_apart(file)]
         digest.update(json.dumps([others, about.get("overlays") or []], sort_keys=True).encode())
-        for entry in [*entries, *_deletions(store, table.path, fragment)]:
+        has_deletions = about.get("deletion_file") is not None and not _is_apart(about["deletion_file"])
+        deletions = [_entry(store, f"{table.path}/{fragment.deletion_file()}")] if has_deletions else []
+        for entry in [*entries, *deletions]:
             digest.update(store.persist(entry.path, "indexed", partial(_sample, store, entry)))
         found.fingerprint = digest.hexdigest()
     return (entries[0] if entries else table.manifest), found
@@ -233,12 +235,6 @@ def _entry(store: Store, path: str) -> Entry:
     if entry is None:
         raise expired(store.name(path))
     return entry if store.local else entry._replace(mtime_ns=0)
-
-
-def _deletions(store: Store, path: str, fragment: Any) -> Iterator[Entry]:
-    deleted = fragment.metadata.to_json().get("deletion_file")
-    if deleted is not None and deleted.get("base_id") is None:
-        yield _entry(store, f"{path}/{fragment.deletion_file()}")
 
 
 def _sample(store: Store, entry: Entry) -> bytes:
