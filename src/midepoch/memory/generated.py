@@ -23,7 +23,7 @@ from midepoch._internal.progress import Progress
 from midepoch._internal.values import loaded
 from midepoch.dataset import Dataset, habits, parts
 from midepoch.dataset.digest import UndigestibleError, digest_of
-from midepoch.dataset.functions import names_of
+from midepoch.dataset.functions import check_on_error, names_of
 from midepoch.dataset.parts import PartWriter
 from midepoch.errors import DataNotFoundError, MapError, MidepochError
 from midepoch.memory.tables import Schema, dataset_of, folder_for, rows_table, stored, types_of, with_types
@@ -183,11 +183,9 @@ def from_map_style(
     - ``on_error="skip"``: items on which ``dataset[i]`` raises are left out
     - ``seed_globals=False``: do not seed random generators for each item, which saves 9 µs for each
     """
-    length = _length(dataset)
+    length, _ = _length(dataset), check_on_error(on_error)
     if fingerprint is not None and not isinstance(fingerprint, str):
         raise TypeError(f"from_map_style(fingerprint=…) must be a str, got {fingerprint!r}")
-    if on_error not in ("raise", "skip"):
-        raise ValueError(f"on_error must be 'raise' or 'skip', got {on_error!r}")
     identity = f"{length} {described(dataset)} {fingerprint or ''}"
     name = hashlib.blake2b(identity.encode(), digest_size=16).hexdigest()
 

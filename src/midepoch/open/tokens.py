@@ -17,7 +17,6 @@ from midepoch.errors import DataNotFoundError
 from midepoch.open.files import DEFAULT_CACHE_BYTES, Opening, from_files
 from midepoch.sources.files import DataFiles, PathLike, expand, paths_of, resolved
 from midepoch.sources.formats.tokens import DTYPES, MOST_TOKENS
-from midepoch.sources.lake import Request
 from midepoch.sources.listing import files_at
 from midepoch.sources.manifests import is_litdata, refuse_chunks
 from midepoch.storage.stores import Entry, Retry, Store
@@ -79,7 +78,7 @@ def from_tokens(
         refuse_chunks(store, found)
         return DataFiles(form, found)
 
-    index = opening.index(Request(store, given, form, None, None, on_error == "skip", find), validate=validate)
+    index = opening.index(store, given, form, find, validate=validate)
     if not index.starts[-1]:
         raise DataNotFoundError(
             f"there are no rows in {store.name(index.files[0].path)}: no file has {sequence_length:,} tokens, the "
@@ -143,12 +142,10 @@ def from_megatron(
 
     opening = Opening(None, cache_dir, cache_bytes, index_dir, force_reindex, on_error)
     # One index for all prefixes, so that a blend of a hundred is one file to open. Its parts follow from a listing.
-    request = Request(store, given, "megatron", None, None, on_error == "skip", find)
+    index = opening.index(store, given, "megatron", find, validate=validate or shares is not None)
     if shares is None:
-        ds = opening.dataset(opening.index(request, validate=validate), store)
+        ds = opening.dataset(index, store)
         return ds if seed is None else ds.shuffle(seed=seed)
-    _ = request.found
-    index = opening.index(request, validate=True)
     parts, first = [], 0
     for count in counts:
         part = opening.dataset(index.part(first, first + count), store)

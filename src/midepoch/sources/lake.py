@@ -224,6 +224,15 @@ class Files:
     manifests: Sequence[Entry] = ()
     """Files that name the others, and come before them in an index."""
 
+    @staticmethod
+    def of_snapshot(
+        store: Store, form: str, found: Sequence[tuple[Entry, Scanned]], schema: pa.Schema, snapshot: str
+    ) -> Files:
+        """Return the files of a snapshot of a table, which have a schema in common."""
+        entries, scans = zip(*found, strict=True)
+        nullable = frozenset[tuple[str, ...]]().union(*(scan.nullable for scan in scans))
+        return Files(store, form, entries, scans, [()] * len(entries), schema, nullable, snapshot)
+
 
 def indexed(of: Files, chosen: Filter | None, *, skip_damage: bool, report: Progress) -> Index:
     """Return the index of scanned files. With a filter, count the rows of each block that pass it."""

@@ -23,7 +23,7 @@ from midepoch._internal.progress import Progress
 from midepoch.errors import DataNotFoundError, FetchError, FormatError, MidepochError
 from midepoch.sources.formats.table_parquet import SnapshotFile, described
 from midepoch.sources.lake import Files
-from midepoch.sources.tables.opening import TableFile, described_type, package, scanned_files
+from midepoch.sources.tables.opening import described_type, package, scanned_files
 from midepoch.storage.damage import refusals
 from midepoch.storage.stores import Entry, Store
 
@@ -145,7 +145,7 @@ def _refusing(store: Store, name: str) -> AbstractContextManager[None]:
     return refusals(store.secrets.clean, failure)
 
 
-def _contents(table: Any, store: Store, path: str, name: str) -> tuple[pa.Schema, list[TableFile]]:
+def _contents(table: Any, store: Store, path: str, name: str) -> tuple[pa.Schema, list[tuple[Entry, SnapshotFile]]]:
     """Return the columns and the files of an open table, oldest files first."""
     features = set(table.protocol().reader_features or ())
     unsupported = sorted(features - _SUPPORTED)
@@ -163,7 +163,7 @@ def _contents(table: Any, store: Store, path: str, name: str) -> tuple[pa.Schema
     for row in rows:
         place = _place(store, path, name, row["path"])
         contents = SnapshotFile(schema, row.get("partition") or {}, deleted.pop(place, None))
-        files.append(TableFile(place, row["size_bytes"], contents))
+        files.append((Entry(place, row["size_bytes"], 0), contents))
     if deleted:
         raise FormatError(f"the Delta table {name} has deleted rows of {next(iter(deleted))}, which it does not list.")
     return schema, files

@@ -28,7 +28,7 @@ from midepoch.errors import CorruptBlockError, DataNotFoundError, FetchError, Fo
 from midepoch.sources.formats.table_parquet import SnapshotFile, converted, described, find, has_ids, plain
 from midepoch.sources.lake import Files
 from midepoch.sources.schemas import children
-from midepoch.sources.tables.opening import TableFile, described_type, package, scanned_files
+from midepoch.sources.tables.opening import described_type, package, scanned_files
 from midepoch.storage.address import Address, Secrets
 from midepoch.storage.damage import expired, refusals
 from midepoch.storage.stores import Entry, OpenFile, Store
@@ -153,7 +153,7 @@ class IcebergTableAt:
         for each in data:
             values = partition_values(self.table, self.schema, each.spec, each.partition)
             contents = SnapshotFile(schema, values, deletes.rows_of(each), only_missing=True)
-            files.append(TableFile(self.place(each.path), each.size, contents))
+            files.append((Entry(self.place(each.path), each.size, 0), contents))
         snapshot = f"iceberg {self.snapshot.snapshot_id}"
         return scanned_files(self.store, self.name, snapshot, schema, files, progress)
 

@@ -63,21 +63,6 @@ def refusing(store: Store, name: str) -> AbstractContextManager[None]:
     return refusals(store.secrets.clean, failure)
 
 
-def plain_field(field: pa.Field) -> pa.Field:
-    """Return a field without metadata, and with the stored values of types that only ``lance`` knows."""
-    kind = field.type
-    if isinstance(kind, pa.ExtensionType):
-        kind = kind.storage_type
-    return pa.field(field.name, plain_type(kind))
-
-
-def read_rows(fragment: Any, columns: Sequence[str], start: int, stop: int) -> pa.Table:
-    """Return columns of a range of the rows of a fragment that are not deleted. Blobs are returned as bytes."""
-    return fragment.scanner(
-        columns=list(columns), offset=start, limit=stop - start, batch_size=stop - start, blob_handling="all_binary"
-    ).to_table()
-
-
 class LanceFormat(Format):
     """Format whose blocks are ranges of rows of a fragment. They are scanned with their table."""
 
@@ -92,22 +77,27 @@ class LanceFormat(Format):
         assert block.end is not None
         name = f"fragment {about['fragment']} of {store.name(about['table'])}"
         with refusing(store, name):
-            fragment = lance_table(store, about["table"], about["version"], about["manifest"]).get_fragment(
-                about["fragment"]
-            )
+            table = lance_table(store, about["table"], about["version"], about["manifest"])
+            fragment = table.get_fragment(about["fragment"])
             if fragment is None:
                 raise CorruptBlockError(f"{name} is missing in version {about['version']}.")
             if not columns:
                 return table_of([], [], block.end - block.offset)
-            table = read_rows(fragment, columns, block.offset, block.end)
-        arrays = [_stored(column) for column in table.columns]
-        return pa.table(dict(zip(table.schema.names, arrays, strict=True)))
+            count = block.end - block.offset  # without deleted rows
+            scanner = fragment.scanner(
+                columns=list(columns), offset=block.offset, limit=count, batch_size=count, blob_handling="all_binary"
+            )
+            rows = scanner.to_table()
+        for i, column in enumerate(rows.columns):
+            if (kind := _stored_type(column.type)) != column.type:
+                stored = pa.chunked_array([chunk.storage for chunk in column.chunks], kind)
+                rows = rows.set_column(i, rows.schema.names[i], stored)
+        return rows
 
 
-def _stored(column: pa.ChunkedArray) -> pa.ChunkedArray:
-    if not isinstance(column.type, pa.ExtensionType):
-        return column
-    return pa.chunked_array([chunk.storage for chunk in column.chunks], column.type.storage_type)
+def _stored_type(kind: pa.DataType) -> pa.DataType:
+    """Return the type of the stored values, for a type that only ``lance`` knows."""
+    return kind.storage_type if isinstance(kind, pa.ExtensionType) else kind
 
 
 _MANIFEST = re.compile(r"(\d+)\.manifest")
@@ -150,13 +140,10 @@ class LanceTableAt:
             fields = {field.name(): field for field in table.lance_schema.fields()}
         if not sum(fragment.count_rows() for fragment in fragments):
             raise DataNotFoundError(f"there are no rows in {self.name} (version {self.version}).")
-        shown = pa.schema([plain_field(field) for field in schema])
+        shown = pa.schema([(field.name, plain_type(_stored_type(field.type))) for field in schema])
         scan_one = partial(_scanned, self, shown, fields)
         found = for_all(scan_one, fragments, lambda done: progress(done, len(fragments)))
-        entries, scans = [entry for entry, _ in found], [scan for _, scan in found]
-        nullable = frozenset[tuple[str, ...]]().union(*(scan.nullable for scan in scans))
-        nothing = [()] * len(entries)
-        return Files(self.store, "lance", entries, scans, nothing, shown, nullable, f"lance {self.version}")
+        return Files.of_snapshot(self.store, "lance", found, shown, f"lance {self.version}")
 
 
 def find_version(store: Store, path: str, version: int | str | None) -> LanceTableAt:
@@ -164,7 +151,10 @@ def find_version(store: Store, path: str, version: int | str | None) -> LanceTab
     name = store.name(path)
     if isinstance(version, bool) or not isinstance(version, (int, str, type(None))):
         raise ValueError(f"version must be a number, a tag or None, got {version!r}")
-    manifests = _manifests(store, path)
+    manifests: dict[int, Entry] = {}
+    for entry in store.list(f"{path}/_versions"):
+        if match := _MANIFEST.fullmatch(entry.path.rpartition("/")[2]):  # newer tables count their names down
+            manifests[_LARGEST - int(match[1]) if len(match[1]) == 20 else int(match[1])] = entry
     if not manifests:
         raise DataNotFoundError(f"{name} is not a Lance table: there is no _versions/*.manifest in it. Check the path.")
     if isinstance(version, str):
@@ -176,15 +166,6 @@ def find_version(store: Store, path: str, version: int | str | None) -> LanceTab
             "removed. Choose one of them."
         )
     return LanceTableAt(store, path, number, manifests[number])
-
-
-def _manifests(store: Store, path: str) -> dict[int, Entry]:
-    """Return the manifests of all versions. Newer tables count their names down, so that the latest is listed first."""
-    found = {}
-    for entry in store.list(f"{path}/_versions"):
-        if match := _MANIFEST.fullmatch(entry.path.rpartition("/")[2]):
-            found[_LARGEST - int(match[1]) if len(match[1]) == 20 else int(match[1])] = entry
-    return found
 
 
 def _tagged(store: Store, path: str, tag: str) -> int:

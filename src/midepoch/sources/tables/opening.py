@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from importlib import import_module
-from typing import Any, NamedTuple
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.types as pt
@@ -115,38 +115,30 @@ def described_type(kind: pa.DataType, field_of: Callable[[pa.Field], pa.Field]) 
     return {pa.large_string(): pa.string(), pa.large_binary(): pa.binary()}.get(kind, kind)
 
 
-class TableFile(NamedTuple):
-    """One Parquet file of a snapshot."""
-
-    path: str
-    size: int
-    contents: SnapshotFile
-
-
 def scanned_files(
-    store: Store, table: str, snapshot: str, schema: pa.Schema, files: Sequence[TableFile], progress: Progress
+    store: Store,
+    table: str,
+    snapshot: str,
+    schema: pa.Schema,
+    files: Sequence[tuple[Entry, SnapshotFile]],
+    progress: Progress,
 ) -> Files:
-    """Scan the Parquet files of a snapshot. ``schema``: its columns, with the metadata of ``table_columns``."""
+    """Scan the Parquet files of a snapshot. ``schema``: its columns, as described in ``formats.table_parquet``."""
     if not files:
         raise DataNotFoundError(f"there are no rows in {table} ({snapshot}). Check the table, and its version.")
     found = for_all(partial(_scanned, store), files, lambda done: progress(done, len(files)))
-    entries, scans = [entry for entry, _ in found], [scan for _, scan in found]
     shown = [plain(field) for field in schema]
     for i, field in enumerate(shown):
-        large = (scan.schema.field(i) for scan in scans if has_large_text(scan.schema.field(i).type))
+        large = (scan.schema.field(i) for _, scan in found if has_large_text(scan.schema.field(i).type))
         shown[i] = next(large, field)
-    nullable = frozenset[tuple[str, ...]]().union(*(scan.nullable for scan in scans))
-    return Files(store, "table", entries, scans, [()] * len(files), pa.schema(shown), nullable, snapshot)
+    return Files.of_snapshot(store, "table", found, pa.schema(shown), snapshot)
 
 
-def _scanned(store: Store, file: TableFile) -> tuple[Entry, Scanned]:
-    # Logs have a modification time, too, but copies of a table do not keep that of its files.
+def _scanned(store: Store, file: tuple[Entry, SnapshotFile]) -> tuple[Entry, Scanned]:
+    entry, contents = file
     try:
-        mtime = os.stat(file.path).st_mtime_ns if store.local else 0
-    except FileNotFoundError:
-        raise expired(store.name(file.path)) from None
-    entry = Entry(file.path, file.size, mtime)
-    try:
-        return entry, store.persist(file.path, "indexed", lambda: TableFormat().scan_file(store, entry, file.contents))
-    except DataNotFoundError:
-        raise expired(store.name(file.path)) from None
+        if store.local:  # a log has modification times, too, but copies of a table do not keep those of its files
+            entry = entry._replace(mtime_ns=os.stat(entry.path).st_mtime_ns)
+        return entry, store.persist(entry.path, "indexed", lambda: TableFormat().scan_file(store, entry, contents))
+    except (FileNotFoundError, DataNotFoundError):
+        raise expired(store.name(entry.path)) from None
