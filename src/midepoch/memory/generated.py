@@ -119,22 +119,21 @@ def _tables(name: str, function: Callable[..., Any], given: Mapping[str, Any], s
     rows: list[Mapping[str, Any]] = []
     done = 0
     for value in _values(name, function, given):
-        if isinstance(value, (pa.Table, pa.RecordBatch)):
-            if rows:
-                yield rows_table(rows, schema, "from_generator")
-            table = pa.Table.from_batches([value]) if isinstance(value, pa.RecordBatch) else value
-            yield with_types(table, schema, "from_generator")
-            done, rows = done + len(rows) + table.num_rows, []
-            continue
-        if not isinstance(value, Mapping):
+        is_table = isinstance(value, (pa.Table, pa.RecordBatch))
+        if not is_table and not isinstance(value, Mapping):
             raise MapError(
                 f"from_generator: {name} must yield a dict for each row, or Arrow tables. It yielded "
                 f"{type(value).__name__} as row {done + len(rows)}."
             )
-        rows.append({column: own_copy(each) for column, each in value.items()})  # it may reuse them
-        if len(rows) >= parts.ROWS:
+        if rows and (is_table or len(rows) >= parts.ROWS):
             yield rows_table(rows, schema, "from_generator")
             done, rows = done + len(rows), []
+        if is_table:
+            table = pa.Table.from_batches([value]) if isinstance(value, pa.RecordBatch) else value
+            yield with_types(table, schema, "from_generator")
+            done += table.num_rows
+        else:
+            rows.append({column: own_copy(each) for column, each in value.items()})  # it may reuse them
     if rows:
         yield rows_table(rows, schema, "from_generator")
 

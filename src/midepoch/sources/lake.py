@@ -175,8 +175,12 @@ def _build(request: Request, report: Progress) -> Index:
         if request.partitioning == "hive"
         else ([()] * len(entries), None)
     )
-    kept = _readable(entries, scans)
-    names, used = [store.name(entry.path) for entry, _ in kept], [scan for _, scan in kept]
+    used = [scan for scan in scans if scan.damage is None]
+    names = [store.name(entry.path) for entry, scan in zip(entries, scans, strict=True) if scan.damage is None]
+    for damage in (scan.damage for scan in scans if scan.damage is not None):
+        if not used:
+            raise damage
+        _log.warning("a damaged file is left out: %s", damage)
     mapped = _is_mapped(request, found, names, used)
     text = found.format.partition(":")[0] == "csv"
     schema = used[0].schema if mapped else unified(names, used, added, text=text)
@@ -185,16 +189,6 @@ def _build(request: Request, report: Progress) -> Index:
     form = MAPPED if mapped else found.format
     files = Files(store, form, entries, scans, values, schema, nullable, manifests=manifests)
     return indexed(files, request.filter, skip_damage=request.skip_damage, report=report)
-
-
-def _readable(entries: Sequence[Entry], scans: Sequence[Scanned]) -> list[tuple[Entry, Scanned]]:
-    """Return the files that are not left out, with their scans, and log the others. Raise their damage if all are."""
-    damage = [scan.damage for scan in scans if scan.damage is not None]
-    if len(damage) == len(scans):
-        raise damage[0]
-    for problem in damage:
-        _log.warning("a damaged file is left out: %s", problem)
-    return [(entry, scan) for entry, scan in zip(entries, scans, strict=True) if scan.damage is None]
 
 
 def _is_mapped(request: Request, found: DataFiles, names: Sequence[str], scans: Sequence[Scanned]) -> bool:
@@ -236,45 +230,41 @@ class Files:
 
 def indexed(of: Files, chosen: Filter | None, *, skip_damage: bool, report: Progress) -> Index:
     """Return the index of scanned files. With a filter, count the rows of each block that pass it."""
-    store, entries, scans = of.store, of.entries, of.scans
-    usable(store.name(entries[0].path), of.schema)
-    for entry, scan in zip(entries, scans, strict=True):
-        if not scan.complete:
-            _log.warning("%s is damaged: only %d of its rows are used", store.name(entry.path), sum(scan.rows))
-    kept = [list(range(len(scan.rows))) for scan in scans]
-    counts = [scan.rows for scan in scans]
+    store = of.store
+    usable(store.name(of.entries[0].path), of.schema)
+    work = list(zip(of.entries, of.scans, of.values, strict=True))
+    counts = [scan.rows for scan in of.scans]
     if chosen is not None:
         counter = _Counter(store, of.format, chosen, of.schema, skip_damage)
-        work = list(zip(entries, scans, of.values, strict=True))
-        counts = for_all(counter.count, work, lambda done: report(len(entries) + done, 2 * len(entries)))
-        kept = [[i for i, count in enumerate(of_file) if count] for of_file in counts]
-    named = [
-        IndexedFile(
-            entry.path, entry.size, entry.mtime_ns, sum(of_file), len(mine), scan.fingerprint,
-            scan.dictionaries, scan.etag, value, len(scan.broken_lines), tuple(scan.broken_lines[:_NAMED_LINES]),
-        )
-        for entry, scan, of_file, mine, value in zip(entries, scans, counts, kept, of.values, strict=True)
-    ]  # fmt: skip
-    files = IndexedFiles.of([*(IndexedFile(*each[:3], 0, 0, of.format) for each in of.manifests), *named])
-    pairs = [(scan, i) for scan, mine in zip(scans, kept, strict=True) for i in mine]
-    ends = [-1 if (end := scan.end(i)) is None else end for scan, i in pairs]
-    rows = [of_file[i] for of_file, mine in zip(counts, kept, strict=True) for i in mine]
-    starts = np.concatenate([[0], np.cumsum(np.array(rows, dtype=np.int64))]).astype(np.int64)
-    if of.format in KINDS:
-        footers = packed(scan.footers[i] for scan, i in pairs)
-    else:
-        footers = packed([*(b"" for _ in of.manifests), *(scan.footer for scan in scans)])
+        counts = for_all(counter.count, work, lambda done: report(len(work) + done, 2 * len(work)))
+    offsets, ends, rows = list[int](), list[int](), list[int]()
+    footers = [b"" for _ in of.manifests]
+    files = [IndexedFile(*each[:3], 0, 0, of.format) for each in of.manifests]
+    for (entry, scan, values), passing in zip(work, counts, strict=True):
+        if not scan.complete:
+            _log.warning("%s is damaged: only %d of its rows are used", store.name(entry.path), sum(scan.rows))
+        blocks = [i for i, count in enumerate(passing) if count or chosen is None]
+        offsets += [scan.offsets[i] for i in blocks]
+        ends += [-1 if (end := scan.end(i)) is None else end for i in blocks]
+        rows += [passing[i] for i in blocks]
+        footers += [scan.footers[i] for i in blocks] if of.format in KINDS else [scan.footer]
+        files.append(
+            IndexedFile(
+                entry.path, entry.size, entry.mtime_ns, sum(passing), len(blocks), scan.fingerprint,
+                scan.dictionaries, scan.etag, values, len(scan.broken_lines), tuple(scan.broken_lines[:_NAMED_LINES]),
+            )
+        )  # fmt: skip
     return Index(
-        files,
-        np.array([scan.offsets[i] for scan, i in pairs] + [0], dtype=np.int64),
-        starts,
+        IndexedFiles.of(files),
+        np.array([*offsets, 0], dtype=np.int64),
+        np.cumsum([0, *rows], dtype=np.int64),
         np.array([*ends, 0], dtype=np.int64),
         of.schema.serialize().to_pybytes(),
         of.nullable,
         of.format,
         chosen.text if chosen else "",
-        footers,
-        0.0 if of.format == MAPPED else row_bytes(scans, of.schema),
+        packed(footers),
+        0.0 if of.format == MAPPED else row_bytes(of.scans, of.schema),
         of.snapshot,
     )
 
@@ -302,9 +292,9 @@ class _Counter:
         self._prunes = not uuids and (chosen.never_nan or not any(holds(kind, pa.types.is_floating) for kind in types))
 
     def count(self, file: tuple[Entry, Scanned, Values]) -> list[int]:
-        entry, scan, values = file
-        known = partition_expression(values)
-        return [self._passing(entry, scan, values, known, i) for i in range(len(scan.rows))]
+        """Return the number of rows that pass, for each block of a file."""
+        known = partition_expression(file[2])
+        return [self._passing(*file, known, i) for i in range(len(file[1].rows))]
 
     def _passing(self, entry: Entry, scan: Scanned, values: Values, known: Any, i: int) -> int:
         block = Block(entry, scan.offsets[i], scan.end(i), scan.footer_of(i), scan.dictionaries)
