@@ -228,12 +228,14 @@ def read_index(path: Path) -> Index | None:
         if header["version"] != VERSION:
             return None
         # Not Array.to_numpy: it would import pandas, which takes longer than the rest of opening a dataset.
-        arrays = [np.frombuffer(column.buffers()[1], np.int64) for column in blocks.columns]
+        offsets, starts, ends = arrays = [np.frombuffer(column.buffers()[1], np.int64) for column in blocks.columns]
         if any(len(array) != blocks.num_rows for array in arrays) or _checksum(arrays) != header["crc"]:
             raise ValueError("its arrays are damaged")
         return Index(
             IndexedFiles({name: _frozen(column) for name, column in header["files"].items()}),
-            *arrays,
+            offsets,
+            starts,
+            ends,
             schema_bytes=base64.b64decode(header["schema"]),
             nullable=frozenset(map(tuple, header["nullable"])),
             footers=footers.column(0),

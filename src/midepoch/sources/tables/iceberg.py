@@ -191,7 +191,9 @@ def _read_manifest(io: Any, manifest: Any) -> Iterator[ManifestFileEntry]:
             if record[outer[_STATUS]] == _REMOVED:
                 continue
             file = record[outer[_FILE]]
-            found = {name: file[inner[number]] if number in inner else None for name, number in _IDS.items()}
+            found: dict[str, Any] = {
+                name: file[inner[number]] if number in inner else None for name, number in _IDS.items()
+            }
             if _KEY in inner and file[inner[_KEY]] is not None:
                 raise FormatError(f"{found['path']} is encrypted, which is not supported.")
             sequence = record[outer[_SEQUENCE]] if _SEQUENCE in outer else 0
