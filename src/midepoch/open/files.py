@@ -7,8 +7,11 @@ import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from midepoch._internal.hints import hinted
 from midepoch._internal.progress import shown
@@ -195,29 +198,28 @@ def load_dataset(
 
 
 def _of_splits(parts: Sequence[SplitPart], splits: Mapping[str, list[Path]], opening: Opening) -> Dataset:
-    """Return one source of all named splits, and the rows that the slices select. Slices share the split's index."""
+    """Return the rows that the slices select of all named splits, which are one source."""
     names = list(dict.fromkeys(part.split for part in parts))
     for name in names:
         if not splits[name]:
             raise DataNotFoundError(f"split {name!r} has no rows.")
-    indexes: dict[str, Index] = {}
-    first, starts = 0, {}
-    for name in names:
-        with shown("indexing", "files") as report:
-            indexes[name] = open_index(
-                splits[name],
-                index_dir=opening.index_folder,
-                force=opening.force_reindex,
-                skip_damage=opening.on_error == "skip",
-                progress=report,
-            )
-        starts[name] = first
-        first += int(indexes[name].starts[-1])
+    with shown("indexing", "files") as report:
+        index = open_index(
+            [file for name in names for file in splits[name]],
+            index_dir=opening.index_folder,
+            force=opening.force_reindex,
+            skip_damage=opening.on_error == "skip",
+            progress=report,
+        )
+    files = np.cumsum([0, *(len(splits[name]) for name in names)])
+    ends = np.cumsum([0, *index.files.rows])[files].tolist()
+    bounds = dict(zip(names, pairwise(ends), strict=True))
     ranges = []
     for part in parts:
-        start, stop = part.rows(int(indexes[part.split].starts[-1]))
-        ranges.append((starts[part.split] + start, starts[part.split] + stop))
-    return make_dataset(Source(tuple(indexes.values())), Selection.of_ranges(ranges), on_error=opening.on_error)
+        first, end = bounds[part.split]
+        start, stop = part.rows(end - first)
+        ranges.append((first + start, first + stop))
+    return make_dataset(Source(index), Selection.of_ranges(ranges), on_error=opening.on_error)
 
 
 def make_dataset(source: Source, selection: Selection | None = None, *, on_error: str = "raise") -> Dataset:
@@ -280,6 +282,6 @@ class Opening:
 
     def dataset(self, index: Index, store: Store, chosen: Filter | None = None) -> Dataset:
         """Return the rows of an index."""
-        source = Source((index,), None if index.in_place and store.local else Access(store, chosen, self.cache))
+        source = Source(index, None if index.in_place and store.local else Access(store, chosen, self.cache))
         ds = make_dataset(source, on_error=self.on_error)
         return ds if self.columns is None else ds.select_columns(list(self.columns))

@@ -437,7 +437,7 @@ def lengths_of(source: Source, column: str, *, skip_corrupt: bool = False) -> Ro
     constant = constant_length(kind)
     if constant is not None and () not in source.nullable[column]:
         return RowLengths(source.rows, source.rows * constant, constant)
-    access, first, stamps = source.access, source.indexes[0].path, _stamps(source)
+    access, index, stamps = source.access, source.index, _stamps(source)
     chosen = access.filter if access is not None else None
     key = _digest(
         source.fingerprint,
@@ -447,9 +447,9 @@ def lengths_of(source: Source, column: str, *, skip_corrupt: bool = False) -> Ro
         chosen.digest if chosen is not None else "",
         *stamps,
     )
-    indexes = _digest(*((index.path and Path(index.path).stem) or index.fingerprint for index in source.indexes))
-    folder = Path(first).parent if first is not None else default_index_dir()
-    stem = f"{indexes.hex()}.{_digest(column).hex()[:8]}"
+    folder = default_index_dir() if index.path is None else Path(index.path).parent
+    of_index = _digest(index.fingerprint if index.path is None else Path(index.path).stem)
+    stem = f"{of_index.hex()}.{_digest(column).hex()[:8]}"
     path = folder / f"{stem}.{key.hex()}{SUFFIX}"
 
     def usable() -> RowLengths | None:
