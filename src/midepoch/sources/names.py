@@ -178,38 +178,20 @@ def _warn_of_several(name: str, splits: Mapping[str, str]) -> None:
 
 
 FORMATS = ("arrow", "parquet", "orc", "csv", "jsonl", "text", "tar", "mds", "litdata", "image", "audio", "video")
-_ALIASES = {
-    "feather": "arrow",
-    "ipc": "arrow",
-    "json": "jsonl",
-    "ndjson": "jsonl",
-    "tsv": "csv",
-    "txt": "text",
-    "webdataset": "tar",
-    "wds": "tar",
-    "imagefolder": "image",
-    "audiofolder": "audio",
-    "videofolder": "video",
-}
 _SUFFIXES = {
-    ".arrow": "arrow",
-    ".arrows": "arrow",
-    ".feather": "arrow",
-    ".ipc": "arrow",
-    ".parquet": "parquet",
-    ".parq": "parquet",
-    ".pq": "parquet",
+    **dict.fromkeys((".arrow", ".arrows", ".feather", ".ipc"), "arrow"),
+    **dict.fromkeys((".parquet", ".parq", ".pq"), "parquet"),
     ".orc": "orc",
-    ".csv": "csv",
-    ".tsv": "csv",
-    ".json": "jsonl",
-    ".jsonl": "jsonl",
-    ".ndjson": "jsonl",
-    ".tar": "tar",
-    ".tgz": "tar",
-    ".txt": "text",
-    ".text": "text",
+    **dict.fromkeys((".csv", ".tsv"), "csv"),
+    **dict.fromkeys((".json", ".jsonl", ".ndjson"), "jsonl"),
+    **dict.fromkeys((".tar", ".tgz"), "tar"),
+    **dict.fromkeys((".txt", ".text"), "text"),
     **MEDIA,
+}
+_ALIASES = {
+    **{suffix[1:]: form for suffix, form in _SUFFIXES.items() if suffix not in MEDIA},
+    **dict.fromkeys(("webdataset", "wds"), "tar"),
+    **{f"{kind}folder": kind for kind in KINDS},
 }
 OF_TOKENS = {"tokens": (".npy", ".bin", ".ds"), "megatron": (".idx", ".bin")}
 """Suffixes of files that have readers of their own: ``from_tokens`` and ``from_megatron``."""
