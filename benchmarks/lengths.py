@@ -107,7 +107,7 @@ def timed(action: Callable[[], object], path: Path, cold: bool) -> float:
 def measure(folder: Path, block: int, args: argparse.Namespace) -> list[Measured]:
     path, index = folder / "lists.arrow", folder / "index"
     write(path, args.rows, block, args.longest)
-    source = Source((open_index([path], index_dir=index),))
+    source = Source(open_index([path], index_dir=index))
     seconds: dict[str, list[float]] = {"read": [], "computed": [], "lengths": [], "again": []}
     peak = 0.0
     for _ in range(args.repeats):

@@ -71,7 +71,7 @@ def tables(draw: st.DrawFn) -> pa.Table:
 
 
 def reader_of(path: Path, columns: list[str] | None = None, **options: bool) -> Reader:
-    return Reader(Source((open_index([path], index_dir=path.parent / "ix"),)), columns, **options)
+    return Reader(Source(open_index([path], index_dir=path.parent / "ix")), columns, **options)
 
 
 def plain(table: pa.Table) -> pa.Table:
@@ -100,26 +100,26 @@ def test_reads_what_pyarrow_takes(
 
 
 def test_only_the_columns_asked_for(small_files: list[str]) -> None:
-    reader = Reader(Source((open_index([Path(path) for path in small_files]),)), ["score", "id"])
+    reader = Reader(Source(open_index([Path(path) for path in small_files])), ["score", "id"])
     found = reader.read(np.array([36, 0, 20])).batch
     assert found.to_pydict() == {"score": [18.0, 0.0, 10.0], "id": [36, 0, 20]}
 
 
 def test_many_files_at_once(make_files: Callable[..., list[str]]) -> None:
     paths = make_files([3] * 50, block=2)
-    reader = Reader(Source((open_index([Path(path) for path in paths]),)))
+    reader = Reader(Source(open_index([Path(path) for path in paths])))
     rows = np.random.default_rng(0).permutation(150)
     found = reader.read(rows).batch
     assert found.to_pylist() == pa.concat_tables([numbered(int(row), int(row) + 1) for row in rows]).to_pylist()
 
 
 def test_empty_request(small_files: list[str]) -> None:
-    reader = Reader(Source((open_index([Path(path) for path in small_files]),)))
+    reader = Reader(Source(open_index([Path(path) for path in small_files])))
     assert reader.read(np.array([], dtype=np.int64)).batch.num_rows == 0
 
 
 def test_gathered_memory_is_owned_and_slices_are_not(small_files: list[str]) -> None:
-    reader = Reader(Source((open_index([Path(path) for path in small_files]),)))
+    reader = Reader(Source(open_index([Path(path) for path in small_files])))
     assert reader.read(np.array([5, 1, 30])).owned
     assert not reader.read(np.array([4, 5, 6])).owned
 
@@ -153,7 +153,7 @@ def test_mappings_are_bounded(make_files: Callable[..., list[str]], monkeypatch:
     """Files that were not used for longest are released: the kernel allows a process 65,530 mappings by default."""
     monkeypatch.setattr("midepoch.read.blocks.MOST_MAPPINGS", 0)  # the least per reader: 64
     paths = make_files([5] * 300, block=2)
-    source = Source((open_index([Path(path) for path in paths]),))
+    source = Source(open_index([Path(path) for path in paths]))
     reader, numbers = Reader(source), Reader(source, ["id"])
     folder = str(Path(paths[0]).parent)
     kept = []

@@ -62,12 +62,12 @@ def test_second_open_scans_nothing(small_files: list[str], tmp_path: Path, count
 
 def test_one_changed_file_is_noticed(tmp_path: Path, count_scans: list[Path]) -> None:
     path = write_arrow(tmp_path / "a.arrow", numbered(200, 210), 5)
-    before = Source((opened([str(path)], tmp_path / "ix"),))
+    before = Source(opened([str(path)], tmp_path / "ix"))
     size = path.stat().st_size
     write_arrow(path, numbered(100, 110), 5)
     os.utime(path, ns=(0, 10**18))
     assert path.stat().st_size == size  # same size: only the time tells
-    after = Source((opened([str(path)], tmp_path / "ix"),))
+    after = Source(opened([str(path)], tmp_path / "ix"))
     assert len(count_scans) == 2
     assert before.fingerprint != after.fingerprint
 
@@ -115,10 +115,10 @@ def test_folder_that_cannot_be_written(small_files: list[str], tmp_path: Path) -
 
 def test_moved_data_has_the_same_fingerprint(small_files: list[str], tmp_path: Path) -> None:
     moved = [shutil.copy(path, tmp_path / f"{99 - i}.arrow") for i, path in enumerate(small_files)]
-    here = Source((opened(small_files, tmp_path / "ix"),))
-    there = Source((opened(moved, tmp_path / "ix"),))
+    here = Source(opened(small_files, tmp_path / "ix"))
+    there = Source(opened(moved, tmp_path / "ix"))
     assert here.fingerprint == there.fingerprint
-    swapped = Source((opened(moved[::-1], tmp_path / "ix"),))
+    swapped = Source(opened(moved[::-1], tmp_path / "ix"))
     assert swapped.fingerprint != here.fingerprint
 
 

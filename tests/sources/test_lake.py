@@ -459,8 +459,8 @@ def test_a_second_open_reads_no_data_file(lake: Path, monkeypatch: pytest.Monkey
     midepoch.from_files(lake)
     monkeypatch.setattr(Store, "open", lambda *_: pytest.fail("a data file was opened"))
     assert len(midepoch.from_files(lake)) == 50
-    monkeypatch.setattr("midepoch.sources.listing.walked", lambda *_: pytest.fail("the files were listed"))
-    monkeypatch.setattr("midepoch.sources.listing.stat_all", lambda *_: pytest.fail("the files were listed"))
+    monkeypatch.setattr("midepoch.sources.files.files_below", lambda *_: pytest.fail("the files were listed"))
+    monkeypatch.setattr("midepoch.sources.files.file_at", lambda *_: pytest.fail("the files were listed"))
     assert len(midepoch.from_files(lake, validate=False)) == 50
 
 

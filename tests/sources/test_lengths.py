@@ -52,7 +52,7 @@ def test_every_layout_of_mapped_files(name: str, file_format: bool, tmp_path: Pa
     column = COLUMNS[name]
     table = pa.table({"n": range(len(column)), name: column, "t": ["other"] * len(column)})
     path = write_arrow(tmp_path / "a.arrow", table, 3, file_format=file_format)
-    source = Source((open_index([path], index_dir=tmp_path),))  # also of encoded files, which from_files would decode
+    source = Source(open_index([path], index_dir=tmp_path))  # also of encoded files, which from_files would decode
     assert source.access is None
     assert everything(lengths_of(source, name)) == expected(column.to_pylist())
 
@@ -62,7 +62,7 @@ def test_compressed_record_batches(codec: str, tmp_path: Path) -> None:
     options = pa.ipc.IpcWriteOptions(compression=codec)
     table = pa.table({"n": range(len(LISTS)), "ids": pa.array(LISTS, pa.list_(pa.int32()))})
     path = write_arrow(tmp_path / "a.arrow", table, 3, options=options)
-    mapped, decoded = Source((open_index([path], index_dir=tmp_path / "1"),)), source_of(path, tmp_path / "2")
+    mapped, decoded = Source(open_index([path], index_dir=tmp_path / "1")), source_of(path, tmp_path / "2")
     assert (mapped.access is None, decoded.access is None) == (True, False)
     for source in (mapped, decoded):
         assert everything(lengths_of(source, "ids")) == expected(LISTS)
@@ -95,11 +95,11 @@ def test_rows_that_pass_a_filter(tmp_path: Path) -> None:
         assert everything(lengths_of(source, "text")) == [*range(low, low + 10)]
 
 
-def test_several_indexes(tmp_path: Path) -> None:
+def test_several_files(tmp_path: Path) -> None:
     paths = [write_arrow(tmp_path / f"{i}.arrow", pa.table({"t": ["x" * i] * (i + 2)}), 2) for i in range(3)]
-    source = Source(tuple(open_index([path], index_dir=tmp_path / "ix") for path in paths))
+    source = Source(open_index(paths, index_dir=tmp_path / "ix"))
     assert everything(lengths_of(source, "t")) == [0, 0, 1, 1, 1, 2, 2, 2, 2]
-    other = Source(tuple(reversed(source.indexes)))
+    other = Source(open_index(paths[::-1], index_dir=tmp_path / "ix"))
     assert everything(lengths_of(other, "t")) == [2, 2, 2, 2, 1, 1, 1, 0, 0]
     assert len(sidecars(tmp_path / "ix")) == 2
 
@@ -117,7 +117,7 @@ def test_any_lengths_in_any_blocks_and_runs(
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(length_module, "_RUN", run)
         patched.setattr(length_module, "_COPY", 3)
-        source = Source((open_index([path], index_dir=folder),))
+        source = Source(open_index([path], index_dir=folder))
         made = lengths_of(source, "t")
     assert everything(made) == everything(lengths_of(source, "t")) == lengths
     width = next(width for width in (1, 2, 4) if max(lengths, default=0) < 1 << 8 * width)
@@ -154,7 +154,7 @@ def test_columns_without_a_length(kind: pa.DataType, tmp_path: Path) -> None:
 
 def damaged_offsets(path: Path, block: int, ends: list[int]) -> None:
     """Overwrite the offsets of a record batch of one list column without nulls."""
-    source = Source((open_index([path]),))
+    source = Source(open_index([path]))
     batch_at = int(source.offsets[block])
     with pa.memory_map(str(path)) as mapped:
         buffer = mapped.read_buffer()
@@ -180,7 +180,7 @@ def test_damaged_offsets(ends: list[int], large: bool, tmp_path: Path, caplog: p
     kind = pa.large_list(pa.int32()) if large else pa.list_(pa.int32())
     path = write_arrow(tmp_path / "a.arrow", pa.table({"ids": pa.array([[1]] * 12, kind)}), 3)
     damaged_offsets(path, 2, ends)
-    source = Source((open_index([path], index_dir=tmp_path / "ix"),))
+    source = Source(open_index([path], index_dir=tmp_path / "ix"))
     with pytest.raises(CorruptBlockError, match=r"record batch at byte \d+ of .*a\.arrow \(rows 6 to 8 of the data\)"):
         lengths_of(source, "ids")
     lengths = lengths_of(source, "ids", skip_corrupt=True)

@@ -128,7 +128,7 @@ def test_a_stopped_index_builder_is_named_and_then_not_waited_for(
     name = f"process {holder.pid} on host {socket.gethostname()} (since 2"
     assert len(lines) == 2 and all(name in line and str(tmp_path / "cache") in line for line in lines)
     assert lines[0].startswith("waiting for") and "does the work itself" in lines[1]
-    (index,) = ds.pipeline.source.indexes
+    index = ds.pipeline.source.index
     assert index.path is not None
     written = os.stat(index.path)
     finish(holder)

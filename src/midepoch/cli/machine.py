@@ -86,7 +86,7 @@ def index(
         "rows": source.rows,
         "fingerprint": source.fingerprint,
         "index_dir": str(index_dir or default_index_dir()),
-        "saved": all(one.path is not None for one in source.indexes),
+        "saved": source.index.path is not None,
         "seconds": round(time.monotonic() - began, 3),
     }
     if as_json:

@@ -43,7 +43,7 @@ def open_parts(folder: Path) -> Source | None:
         raise MidepochError(f"the cache {folder} cannot be read ({problem}). Delete this folder.") from None
     if not parts:
         return None
-    return Source((open_index([folder / part_name(number) for number in range(parts)], index_dir=folder),))
+    return Source(open_index([folder / part_name(number) for number in range(parts)], index_dir=folder))
 
 
 @contextmanager

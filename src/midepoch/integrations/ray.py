@@ -33,7 +33,7 @@ def build_index(paths: PathLike | Iterable[PathLike], **options: Any) -> Path:
     """
     with spread_over(_by_tasks):
         dataset = from_files(paths, **{"force_reindex": True, **options})
-    (index,) = dataset.pipeline.source.indexes
+    index = dataset.pipeline.source.index
     if index.path is None:
         raise OSError(f"the index cannot be written to {options.get('index_dir') or 'the cache folder'}")
     return Path(index.path)

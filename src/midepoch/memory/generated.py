@@ -23,7 +23,7 @@ from midepoch._internal.progress import Progress
 from midepoch._internal.values import loaded
 from midepoch.dataset import Dataset, habits, parts
 from midepoch.dataset.digest import UndigestibleError, digest_of
-from midepoch.dataset.functions import names_of
+from midepoch.dataset.functions import check_on_error, names_of
 from midepoch.dataset.parts import PartWriter
 from midepoch.errors import DataNotFoundError, MapError, MidepochError
 from midepoch.memory.tables import Schema, dataset_of, folder_for, rows_table, stored, types_of, with_types
@@ -119,22 +119,21 @@ def _tables(name: str, function: Callable[..., Any], given: Mapping[str, Any], s
     rows: list[Mapping[str, Any]] = []
     done = 0
     for value in _values(name, function, given):
-        if isinstance(value, (pa.Table, pa.RecordBatch)):
-            if rows:
-                yield rows_table(rows, schema, "from_generator")
-            table = pa.Table.from_batches([value]) if isinstance(value, pa.RecordBatch) else value
-            yield with_types(table, schema, "from_generator")
-            done, rows = done + len(rows) + table.num_rows, []
-            continue
-        if not isinstance(value, Mapping):
+        is_table = isinstance(value, (pa.Table, pa.RecordBatch))
+        if not is_table and not isinstance(value, Mapping):
             raise MapError(
                 f"from_generator: {name} must yield a dict for each row, or Arrow tables. It yielded "
                 f"{type(value).__name__} as row {done + len(rows)}."
             )
-        rows.append({column: own_copy(each) for column, each in value.items()})  # it may reuse them
-        if len(rows) >= parts.ROWS:
+        if rows and (is_table or len(rows) >= parts.ROWS):
             yield rows_table(rows, schema, "from_generator")
             done, rows = done + len(rows), []
+        if is_table:
+            table = pa.Table.from_batches([value]) if isinstance(value, pa.RecordBatch) else value
+            yield with_types(table, schema, "from_generator")
+            done += table.num_rows
+        else:
+            rows.append({column: own_copy(each) for column, each in value.items()})  # it may reuse them
     if rows:
         yield rows_table(rows, schema, "from_generator")
 
@@ -183,11 +182,9 @@ def from_map_style(
     - ``on_error="skip"``: items on which ``dataset[i]`` raises are left out
     - ``seed_globals=False``: do not seed random generators for each item, which saves 9 µs for each
     """
-    length = _length(dataset)
+    length, _ = _length(dataset), check_on_error(on_error)
     if fingerprint is not None and not isinstance(fingerprint, str):
         raise TypeError(f"from_map_style(fingerprint=…) must be a str, got {fingerprint!r}")
-    if on_error not in ("raise", "skip"):
-        raise ValueError(f"on_error must be 'raise' or 'skip', got {on_error!r}")
     identity = f"{length} {described(dataset)} {fingerprint or ''}"
     name = hashlib.blake2b(identity.encode(), digest_size=16).hexdigest()
 

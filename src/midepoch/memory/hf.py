@@ -157,7 +157,7 @@ def _in_files(ds: Any, index_dir: str | os.PathLike[str] | None) -> tuple[Source
             return None
         columns = part[0]
         ranges.append((first + part[1], first + part[2]))
-    return Source((_with_features(index, ds.features, columns),)), columns, Selection.of_ranges(ranges)
+    return Source(_with_features(index, ds.features, columns)), columns, Selection.of_ranges(ranges)
 
 
 def _part_of(table: Any, stored: pa.Schema, rows: int) -> tuple[dict[str, str], int, int] | None:

@@ -260,7 +260,8 @@ def table_dataset(table: pa.Table, what: str, cache_dir: str | os.PathLike[str] 
         raise DataNotFoundError(f"{what}: there are no rows. Pass at least one.")
     _check_names(table.column_names, what)
     features = (table.schema.metadata or {}).get(_FEATURES)
-    schema = _plain_schema(table.schema).with_metadata({_FEATURES: features} if features else None)
+    plain = [field.with_type(without_views(field.type)) for field in plain_schema(table.schema)]  # no dictionaries
+    schema = pa.schema(plain, metadata={_FEATURES: features} if features else None)
     digest = hashlib.blake2b(schema.serialize(), digest_size=16)
     for batch in _batches(table, schema):
         digest.update(batch.serialize())
@@ -280,12 +281,6 @@ def _check_names(names: Sequence[str], what: str) -> None:
     twice = [name for name, count in Counter(names).items() if count > 1]
     if twice:
         raise ColumnError(f"{what}: several columns are named {twice[0]!r}. Rename them.")
-
-
-def _plain_schema(schema: pa.Schema) -> pa.Schema:
-    """Return the schema of the files: dictionaries become values, and views become text or bytes."""
-    plain = plain_schema(schema)
-    return pa.schema([field.with_type(without_views(field.type)) for field in plain], metadata=plain.metadata)
 
 
 def _batches(table: pa.Table, schema: pa.Schema) -> Iterator[pa.RecordBatch]:
@@ -398,22 +393,13 @@ def _written(root: Path, name: str, what: str, write: Write) -> None:
 
 
 def _remove_unused(root: Path, kept: Path) -> None:
+    """Remove folders that were not opened for long, and that no process of this machine has open."""
     for folder in root.iterdir():
-        with suppress(OSError):
-            unused = time.time() - (folder / parts.COMPLETE).stat().st_mtime
-            if folder != kept and unused > KEPT_SECONDS and not _is_in_use(folder):
+        with suppress(OSError), open(folder / parts.COMPLETE, "rb") as file:
+            if folder != kept and time.time() - os.fstat(file.fileno()).st_mtime > KEPT_SECONDS:
+                if fcntl is not None:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # raises if it is in use
                 _remove(folder)
-
-
-def _is_in_use(folder: Path) -> bool:
-    """Return True if a process of this machine has opened the rows."""
-    with open(folder / parts.COMPLETE, "rb") as file:
-        try:
-            if fcntl is not None:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            return True
-    return False
 
 
 def _remove(folder: Path) -> None:

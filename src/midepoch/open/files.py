@@ -5,15 +5,18 @@ from __future__ import annotations
 import logging
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from midepoch._internal.hints import hinted
 from midepoch._internal.progress import shown
 from midepoch.dataset import Dataset, habits
-from midepoch.dataset.functions import names_of
+from midepoch.dataset.functions import check_on_error, names_of
 from midepoch.errors import DataNotFoundError
 from midepoch.order import Order, Selection
 from midepoch.pipeline.leaf import Leaf
@@ -23,7 +26,6 @@ from midepoch.sources.files import DataFiles, PathLike, check_path, find_files, 
 from midepoch.sources.filters import Filter, parse_filter
 from midepoch.sources.index import Index
 from midepoch.sources.lake import Request, open_index, open_lake
-from midepoch.sources.listing import Lookups
 from midepoch.sources.names import check_format, format_of, with_delimiter
 from midepoch.sources.splits import (
     HubRequest,
@@ -96,31 +98,19 @@ def from_files(
     wanted = check_format(format)
     with_code = with_delimiter(wanted, delimiter)
 
-    def find(lookups: Lookups) -> DataFiles:
-        found = find_files(texts, given, wanted if delimiter is None else "csv", lookups)
+    def find() -> DataFiles:
+        found = find_files(store, texts, given, wanted if delimiter is None else "csv")
         for path in (entry.path for entry in found.entries if format is None and delimiter is not None):
             if format_of(path) not in ("csv", "text", None):
                 raise ValueError(f"delimiter is for CSV files, but {store.name(path)} is not one. Omit it.")
         return found if delimiter is None else replace(found, format=with_code or found.format)
 
-    request = Request(store, given, with_code, chosen, partitioning, on_error == "skip", find)
-    index = opening.index(request, validate=validate)
+    index = opening.index(store, given, with_code, find, chosen, partitioning, validate=validate)
     if partitioning is None and index.files:
         known = [*index.schema.names, *_KEY.findall("".join(f"{path}/" for path in given))]
         if keys := [key for key in _KEY.findall(index.files[0].path) if key not in known]:
             _log.warning("folders are named %s=…: partitioning='hive' makes it a column", keys[0])
     return opening.dataset(index, store, chosen)
-
-
-def cache_spec(cache_dir: PathLike | None, cache_bytes: int) -> CacheSpec:
-    """Return the cache of decoded blocks that ``cache_dir`` and ``cache_bytes`` describe."""
-    if isinstance(cache_bytes, bool) or not isinstance(cache_bytes, int) or cache_bytes < 1:
-        raise ValueError(f"cache_bytes must be a number of bytes of at least 1, got {cache_bytes!r}")
-    if cache_dir is None:
-        return CacheSpec(str(default_index_dir() / "blocks"), cache_bytes)
-    folder = os.path.abspath(local_folder(cache_dir, "cache_dir"))
-    check_utf8(folder)
-    return CacheSpec(folder, cache_bytes, chosen=True)
 
 
 def local_folder(given: PathLike, what: str) -> Path:
@@ -144,7 +134,7 @@ def load_from_disk(
 
     A dataset dict needs a split; a single dataset needs none (to slice it, use any name).
     """
-    opening = Opening(None, None, DEFAULT_CACHE_BYTES, index_dir, force_reindex, on_error)
+    opening = Opening(index_dir=index_dir, force_reindex=force_reindex, on_error=on_error)
     folder = local_folder(check_path(path), "path")
     check_utf8(os.path.abspath(folder))
     splits = saved_splits(folder)
@@ -200,7 +190,7 @@ def load_dataset(
         raise TypeError(f"load_dataset({path!r}) needs data_files=…, or call midepoch.from_files(paths).")
     request = HubRequest(path, name, data_files, data_dir, revision, load_dataset_kwargs)
     force = force_reindex or "force" in str(load_dataset_kwargs.get("download_mode", "")).lower()
-    opening = Opening(None, None, DEFAULT_CACHE_BYTES, index_dir, force_reindex, on_error)
+    opening = Opening(index_dir=index_dir, force_reindex=force_reindex, on_error=on_error)
     splits = arrow_files(request, index_dir=opening.index_folder, force=force, num_proc=num_proc)
     parts = expand_all(parts, list(splits))
     check_splits(parts, splits, repr(Address(path)))
@@ -208,35 +198,28 @@ def load_dataset(
 
 
 def _of_splits(parts: Sequence[SplitPart], splits: Mapping[str, list[Path]], opening: Opening) -> Dataset:
-    """Return one source of all named splits, and the rows that the slices select. Slices share the split's index."""
+    """Return the rows that the slices select of all named splits, which are one source."""
     names = list(dict.fromkeys(part.split for part in parts))
     for name in names:
         if not splits[name]:
             raise DataNotFoundError(f"split {name!r} has no rows.")
-    indexes: dict[str, Index] = {}
-    first, starts = 0, {}
-    for name in names:
-        with shown("indexing", "files") as report:
-            indexes[name] = open_index(
-                splits[name],
-                index_dir=opening.index_folder,
-                force=opening.force_reindex,
-                skip_damage=opening.on_error == "skip",
-                progress=report,
-            )
-        starts[name] = first
-        first += int(indexes[name].starts[-1])
+    with shown("indexing", "files") as report:
+        index = open_index(
+            [file for name in names for file in splits[name]],
+            index_dir=opening.index_folder,
+            force=opening.force_reindex,
+            skip_damage=opening.on_error == "skip",
+            progress=report,
+        )
+    files = np.cumsum([0, *(len(splits[name]) for name in names)])
+    ends = np.cumsum([0, *index.files.rows])[files].tolist()
+    bounds = dict(zip(names, pairwise(ends), strict=True))
     ranges = []
     for part in parts:
-        start, stop = part.rows(int(indexes[part.split].starts[-1]))
-        ranges.append((starts[part.split] + start, starts[part.split] + stop))
-    return make_dataset(Source(tuple(indexes.values())), Selection.of_ranges(ranges), on_error=opening.on_error)
-
-
-def check_on_error(on_error: str) -> None:
-    """Raise ValueError unless it is "raise" or "skip"."""
-    if on_error not in ("raise", "skip"):
-        raise ValueError(f"on_error must be 'raise' or 'skip', got {on_error!r}")
+        first, end = bounds[part.split]
+        start, stop = part.rows(end - first)
+        ranges.append((first + start, first + stop))
+    return make_dataset(Source(index), Selection.of_ranges(ranges), on_error=opening.on_error)
 
 
 def make_dataset(source: Source, selection: Selection | None = None, *, on_error: str = "raise") -> Dataset:
@@ -255,31 +238,50 @@ def make_dataset(source: Source, selection: Selection | None = None, *, on_error
 class Opening:
     """Arguments of ``from_files`` that functions for other sources share."""
 
-    columns: Sequence[str] | None
-    cache_dir: PathLike | None
-    cache_bytes: int
-    index_dir: PathLike | None
-    force_reindex: bool
-    on_error: str
+    columns: Sequence[str] | None = None
+    cache_dir: PathLike | None = None
+    cache_bytes: int = DEFAULT_CACHE_BYTES
+    index_dir: PathLike | None = None
+    force_reindex: bool = False
+    on_error: str = "raise"
 
     def __post_init__(self) -> None:
-        cache_spec(self.cache_dir, self.cache_bytes)
-        check_on_error(self.on_error)
+        _ = self.cache, check_on_error(self.on_error)
+
+    @property
+    def cache(self) -> CacheSpec:
+        """The cache of decoded blocks."""
+        if isinstance(self.cache_bytes, bool) or not isinstance(self.cache_bytes, int) or self.cache_bytes < 1:
+            raise ValueError(f"cache_bytes must be a number of bytes of at least 1, got {self.cache_bytes!r}")
+        if self.cache_dir is None:
+            return CacheSpec(str(default_index_dir() / "blocks"), self.cache_bytes)
+        folder = os.path.abspath(local_folder(self.cache_dir, "cache_dir"))
+        check_utf8(folder)
+        return CacheSpec(folder, self.cache_bytes, chosen=True)
 
     @property
     def index_folder(self) -> Path | None:
         return None if self.index_dir is None else local_folder(self.index_dir, "index_dir")
 
-    def index(self, request: Request, *, validate: bool) -> Index:
-        """Return the index for a request."""
+    def index(
+        self,
+        store: Store,
+        paths: tuple[str, ...],
+        format: str | None,
+        find: Callable[[], DataFiles],
+        chosen: Filter | None = None,
+        partitioning: str | None = None,
+        *,
+        validate: bool,
+    ) -> Index:
+        """Return the index of the files that ``find`` returns. See ``Request``."""
+        request = Request(store, paths, format, chosen, partitioning, self.on_error == "skip", find)
+        folder, force = self.index_folder, self.force_reindex
         with shown("indexing", "files") as report:
-            return open_lake(
-                request, index_dir=self.index_folder, force=self.force_reindex, validate=validate, progress=report
-            )
+            return open_lake(request, index_dir=folder, force=force, validate=validate, progress=report)
 
     def dataset(self, index: Index, store: Store, chosen: Filter | None = None) -> Dataset:
         """Return the rows of an index."""
-        access = Access(store, chosen, cache_spec(self.cache_dir, self.cache_bytes))
-        source = Source((index,), None if index.in_place and store.local else access)
+        source = Source(index, None if index.in_place and store.local else Access(store, chosen, self.cache))
         ds = make_dataset(source, on_error=self.on_error)
         return ds if self.columns is None else ds.select_columns(list(self.columns))

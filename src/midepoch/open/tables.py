@@ -16,15 +16,10 @@ from midepoch.distributed.keyvalue import Counters, first_value
 from midepoch.open.files import DEFAULT_CACHE_BYTES, Opening
 from midepoch.sources.files import PathLike, check_path
 from midepoch.sources.filters import Filter, parse_filter
+from midepoch.sources.index import Index, read_or_build
+from midepoch.sources.lake import index_path, indexed
 from midepoch.sources.tables import delta, iceberg, lance
-from midepoch.sources.tables.opening import (
-    TableAt,
-    iceberg_properties,
-    open_table,
-    options_of_iceberg,
-    reader_of,
-    store_options,
-)
+from midepoch.sources.tables.opening import iceberg_properties, options_of_iceberg, reader_of, store_options
 from midepoch.storage.addresses import resolve
 from midepoch.storage.stores import Retry
 
@@ -174,8 +169,16 @@ def _agreed(kind: str, path: str, latest: int) -> int:
     return int(first_value(f"{key}/{_openings.next(key)}", str(latest)) or latest)
 
 
-def _opened(table: TableAt, chosen: Filter | None, opening: Opening) -> Dataset:
-    skip, folder, force = opening.on_error == "skip", opening.index_folder, opening.force_reindex
+def _opened(
+    table: delta.DeltaTableAt | iceberg.IcebergTableAt | lance.LanceTableAt, chosen: Filter | None, opening: Opening
+) -> Dataset:
+    """Return the rows of a snapshot. It never changes: an existing index is used without checking the files."""
+    skip = opening.on_error == "skip"
+    path = index_path(opening.index_folder, chosen, "table", table.store.identity, *table.key, str(skip))
     with shown("indexing", "files") as report:
-        index = open_table(table, chosen, skip_damage=skip, index_dir=folder, force=force, progress=report)
+
+        def build() -> Index:
+            return indexed(table.scan(report), chosen, skip_damage=skip, report=report)
+
+        index = read_or_build(path, build, force=opening.force_reindex)
     return opening.dataset(index, table.store, chosen)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from operator import index as as_int
 from typing import Any
 
@@ -18,13 +17,11 @@ from midepoch.errors import DataNotFoundError
 from midepoch.open.files import DEFAULT_CACHE_BYTES, Opening, from_files
 from midepoch.sources.files import DataFiles, PathLike, expand, paths_of, resolved
 from midepoch.sources.formats.tokens import DTYPES, MOST_TOKENS
-from midepoch.sources.lake import Request
-from midepoch.sources.listing import Lookups
+from midepoch.sources.listing import files_at
 from midepoch.sources.manifests import is_litdata, refuse_chunks
-from midepoch.storage.stores import Entry, Retry
+from midepoch.storage.stores import Entry, Retry, Store
 
 _log = logging.getLogger("midepoch")
-_PARALLEL = 16
 
 
 @hinted(habits.OPEN["from_tokens"])
@@ -70,23 +67,18 @@ def from_tokens(
     texts = paths_of(paths)
     where = {"storage_options": storage_options, "filesystem": filesystem, "retry": retry}
     store, given = resolved(texts, fresh=force_reindex, **where)
-    if (
-        dtype is None
-        and not os.path.splitext(texts[0])[1].replace(".json", "")
-        and is_litdata(Lookups(store), given[0])
-    ):
+    if dtype is None and not os.path.splitext(texts[0])[1].replace(".json", "") and is_litdata(store, given[0]):
         return from_files(
             texts, format=f"litdata:{length}", cache_dir=cache_dir, cache_bytes=cache_bytes,
             index_dir=index_dir, force_reindex=force_reindex, validate=validate, on_error=on_error, **where,
         )  # fmt: skip
 
-    def find(lookups: Lookups) -> DataFiles:
-        parts = [expand(lookups, path, text, "tokens") for path, text in zip(given, texts, strict=True)]
-        found = tuple(entry for part in parts for entry in part.entries)
-        refuse_chunks(lookups, found)
-        return DataFiles(form, found, warned=any(part.warned for part in parts))
+    def find() -> DataFiles:
+        found = tuple(entry for part in expand(store, given, texts, "tokens") for entry in part.entries)
+        refuse_chunks(store, found)
+        return DataFiles(form, found)
 
-    index = opening.index(Request(store, given, form, None, None, on_error == "skip", find), validate=validate)
+    index = opening.index(store, given, form, find, validate=validate)
     if not index.starts[-1]:
         raise DataNotFoundError(
             f"there are no rows in {store.name(index.files[0].path)}: no file has {sequence_length:,} tokens, the "
@@ -143,20 +135,17 @@ def from_megatron(
     store, given = resolved(texts, fresh=force_reindex, **where)
     counts: list[int] = []
 
-    def find(lookups: Lookups) -> DataFiles:
-        groups = [_listed(lookups, path, text) for path, text in zip(given, texts, strict=True)]
-        counts[:] = [len(group) for group, _ in groups]
-        entries = _entries(lookups, [each for group, _ in groups for each in group])
-        return DataFiles("megatron", tuple(entries), warned=any(warned for _, warned in groups))
+    def find() -> DataFiles:
+        groups = [_listed(store, path, text) for path, text in zip(given, texts, strict=True)]
+        counts[:] = map(len, groups)
+        return DataFiles("megatron", tuple(_entries(store, [each for group in groups for each in group])))
 
     opening = Opening(None, cache_dir, cache_bytes, index_dir, force_reindex, on_error)
     # One index for all prefixes, so that a blend of a hundred is one file to open. Its parts follow from a listing.
-    request = Request(store, given, "megatron", None, None, on_error == "skip", find)
+    index = opening.index(store, given, "megatron", find, validate=validate or shares is not None)
     if shares is None:
-        ds = opening.dataset(opening.index(request, validate=validate), store)
+        ds = opening.dataset(index, store)
         return ds if seed is None else ds.shuffle(seed=seed)
-    _ = request.found
-    index = opening.index(request, validate=True)
     parts, first = [], 0
     for count in counts:
         part = opening.dataset(index.part(first, first + count), store)
@@ -219,33 +208,28 @@ def _names(texts: Sequence[str]) -> list[str]:
     raise ValueError(f"the blend contains a prefix twice: {', '.join(map(repr, texts))}. Add up its weights.")
 
 
-def _listed(lookups: Lookups, path: str, text: str) -> tuple[list[Entry | str], bool]:
+def _listed(store: Store, path: str, text: str) -> list[Entry | str]:
     """Return the index and the tokens of each prefix that a path means: itself, or those in a folder or glob.
 
-    Files that were not listed are returned as paths. The second value is True if a warning was logged.
+    Files that were not listed are returned as paths.
     """
-    warned = False
-    if any(sign in path for sign in "*?[") or text.endswith("/") or (lookups.store.local and lookups.is_folder(path)):
-        found = expand(lookups, path, text, "megatron")
-        entries, warned = {entry.path: entry for entry in found.entries}, found.warned
-        prefixes = dict.fromkeys(each.removesuffix(".idx").removesuffix(".bin") for each in entries)
-    else:
-        entries, prefixes = {}, {path.removesuffix(".idx").removesuffix(".bin"): None}
+    entries: dict[str, Entry] = {}
+    if any(sign in path for sign in "*?[") or text.endswith("/") or (store.local and store.is_folder(path)):
+        entries = {entry.path: entry for part in expand(store, [path], [text], "megatron") for entry in part.entries}
+    prefixes = dict.fromkeys(each.removesuffix(".idx").removesuffix(".bin") for each in entries or [path])
     paths = [prefix + suffix for prefix in prefixes for suffix in (".idx", ".bin")]
-    return [entries.get(each, each) for each in paths], warned
+    return [entries.get(each, each) for each in paths]
 
 
-def _entries(lookups: Lookups, listed: Sequence[Entry | str]) -> list[Entry]:
-    """Return the entries of all files. Those that were not listed are requested, several at a time in a store."""
+def _entries(store: Store, listed: Sequence[Entry | str]) -> list[Entry]:
+    """Return the entries of all files. Those that were not listed are requested."""
     paths = [each for each in listed if isinstance(each, str)]
-    with ThreadPoolExecutor(1 if lookups.store.local else _PARALLEL) as pool:
-        found = dict(zip(paths, pool.map(lookups.stat, paths), strict=True))
-    for path, entry in found.items():
-        if entry is None:
-            flat = path.endswith(".idx") and found.get(path.removesuffix(".idx") + ".bin") is not None
+    found = files_at(store, paths, one_by_one=True)
+    for path in paths:
+        if path not in found:
+            flat = path.endswith(".idx") and path.removesuffix(".idx") + ".bin" in found
             raise DataNotFoundError(
-                f"{lookups.store.name(path)} does not exist. A Megatron prefix has two files, PREFIX.bin and "
-                "PREFIX.idx: " + ("use midepoch.from_tokens for a .bin without an .idx." if flat else "check the path.")
+                f"{store.name(path)} does not exist. A Megatron prefix has two files, PREFIX.bin and PREFIX.idx: "
+                + ("use midepoch.from_tokens for a .bin without an .idx." if flat else "check the path.")
             )
-    entries = [found[each] if isinstance(each, str) else each for each in listed]
-    return [entry for entry in entries if entry is not None]
+    return [found[each] if isinstance(each, str) else each for each in listed]

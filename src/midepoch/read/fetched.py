@@ -156,7 +156,7 @@ def _key(source: Source, columns: Sequence[str]) -> str:
         digest.update(f"{file.path}\0{file.size}\0{file.mtime_ns}\0{file.etag}\0".encode())
     for array in (source.layout.block_starts, source.offsets):
         digest.update(np.ascontiguousarray(array).data)
-    digest.update(source.indexes[0].schema_bytes)
+    digest.update(source.index.schema_bytes)
     return digest.hexdigest()
 
 

@@ -15,7 +15,18 @@ from typing import Any
 from midepoch._internal.hints import OPEN_ALREADY, is_array, is_dataset, name_of, opener_of
 from midepoch.errors import DataNotFoundError, FormatError
 from midepoch.sources import manifests
-from midepoch.sources.listing import Lookups, all_visible, beginning, nearest, refuse_tables
+from midepoch.sources.listing import (
+    all_visible,
+    beginning,
+    existing_folder,
+    file_at,
+    files_at,
+    files_below,
+    is_web,
+    nearest,
+    refuse_part,
+    refuse_tables,
+)
 from midepoch.sources.names import (
     FORMATS,
     GLOB,
@@ -53,14 +64,13 @@ class DataFiles:
     """Files in order, with their format.
 
     ``listed``: they are manifests, which name the data files. ``listing``: each file is a row, and all of them are one
-    entry. ``warned``: a warning about the choice of files was logged.
+    entry.
     """
 
     format: str
     entries: tuple[Entry, ...]
     listed: bool = False
     listing: Listing | None = None
-    warned: bool = False
 
 
 def resolved(texts: Sequence[str], *, fresh: bool = False, **where: Any) -> tuple[Store, tuple[str, ...]]:
@@ -86,43 +96,31 @@ def resolved(texts: Sequence[str], *, fresh: bool = False, **where: Any) -> tupl
     return store, tuple(paths)
 
 
-def find_files(texts: Sequence[str], paths: Sequence[str], wanted: str | None, lookups: Lookups) -> DataFiles:
+def find_files(store: Store, texts: Sequence[str], paths: Sequence[str], wanted: str | None) -> DataFiles:
     """Return the files for some paths in a store. ``texts``: the paths as the user wrote them.
 
     Globs and folders are sorted; a list keeps its order.
     """
-    store = lookups.store
-    found = [expand(lookups, path, text, wanted) for path, text in zip(paths, texts, strict=True)]
-    entries = [entry for each in found for entry in each.entries]
-    kinds = {each.kind for each in found}
-    if kinds & set(manifests.FORMATS):
-        joined = _joined(store, found)
-        kind = wanted or joined.kind
-        assert kind is not None
-        return DataFiles(kind, tuple(joined.entries), listed=True)
-    if wanted == "litdata" and kinds == {"parquet"}:  # its ParquetLoader
+    found = expand(store, paths, texts, wanted)
+    entries = tuple(entry for each in found for entry in each.entries)
+    kinds = {each.kind: each.entries[0].path for each in found}
+    if kinds.keys() & set(manifests.FORMATS):
+        if len(kinds) > 1:
+            listed = ", ".join(
+                f"{kind or 'files without a manifest'} ({store.name(path)})" for kind, path in kinds.items()
+            )
+            raise FormatError(f"the paths have different formats: {listed}. Open them as separate datasets.")
+        return DataFiles(str(wanted or found[0].kind), entries, listed=True)
+    if wanted == "litdata" and kinds.keys() == {"parquet"}:  # its ParquetLoader
         wanted = None
-    twice = [path for path, count in Counter(entry.path for entry in entries).items() if count > 1]
-    if twice and len(texts) > 1:
+    counts = Counter(entry.path for entry in entries) if len(texts) > 1 else {}
+    if twice := [path for path, count in counts.items() if count > 1]:
         _log.warning("%s is given more than once, and its rows are in the dataset as often", store.name(twice[0]))
-    chosen = wanted or (kinds.pop() if len(kinds) == 1 else None) or _common_format(store, entries)
-    warned = any(each.warned for each in found)
+    chosen = wanted or (found[0].kind if len(kinds) == 1 else None) or _common_format(store, entries)
     if chosen in KINDS:
         listing = listing_of(found)
-        return DataFiles(chosen, (listing.entry,), listing=listing, warned=warned)
-    return DataFiles(chosen, tuple(entries), warned=warned)
-
-
-def _joined(store: Store, parts: list[Expanded]) -> Expanded:
-    """Return the files of several paths as one result. Manifests are joined only with manifests of the same format."""
-    entries = [entry for part in parts for entry in part.entries]
-    kinds = {part.kind: part.entries[0].path for part in parts}
-    if not kinds.keys() & set(manifests.FORMATS):
-        return Expanded("", entries, warned=any(part.warned for part in parts))
-    if len(kinds) > 1:
-        listed = ", ".join(f"{kind or 'files without a manifest'} ({store.name(path)})" for kind, path in kinds.items())
-        raise FormatError(f"the paths have different formats: {listed}. Open them as separate datasets.")
-    return Expanded("", entries, parts[0].kind)
+        return DataFiles(chosen, (listing.entry,), listing=listing)
+    return DataFiles(chosen, entries)
 
 
 def paths_of(paths: PathLike | Iterable[PathLike]) -> list[str]:
@@ -173,34 +171,34 @@ def _not_a_path(given: Any) -> str:
     return f"expected paths of files (a str, a pathlib.Path or a list of them), got {given!r:.60}. Pass paths."
 
 
-def expand(lookups: Lookups, path: str, given: str, wanted: str | None) -> Expanded:
-    """Return the files that a path, folder or glob means. ``given`` is the path as the user wrote it."""
-    found = _expanded(lookups, path, given, wanted)
-    check_utf8(*(entry.path for entry in found.entries))
+def expand(store: Store, paths: Sequence[str], texts: Sequence[str], wanted: str | None) -> list[Expanded]:
+    """Return the files that paths, folders and globs mean. ``texts`` are the paths as the user wrote them."""
+    found = [each for path, text in zip(paths, texts, strict=True) for each in _expanded(store, path, text, wanted)]
+    check_utf8(*(entry.path for each in found for entry in each.entries))
     return found
 
 
-def _expanded(lookups: Lookups, path: str, given: str, wanted: str | None) -> Expanded:
-    store, name = lookups.store, lookups.store.name(path)
+def _expanded(store: Store, path: str, given: str, wanted: str | None) -> list[Expanded]:
+    name = store.name(path)
     where = f" (looked in {os.getcwd()})" if store.local and "://" not in given else ""
     # In a store one listing finds a folder. Only a path with the name of a file is checked as a file first.
-    named = store.local or format_of(path, wanted) is not None or path.startswith(("http://", "https://"))
-    entry = lookups.stat(path) if named else None
+    named = store.local or format_of(path, wanted) is not None or is_web(path)
+    entry = file_at(store, path) if named else None
     if entry is not None:
         manifest = manifests.of_file(store, entry, wanted)
-        return Expanded("", [entry]) if manifest is None else _described(lookups, *manifest)
-    folder = lookups.existing(path)
+        return [Expanded("", [entry]) if manifest is None else _described(store, *manifest)]
+    folder = existing_folder(store, path)
     if (spelled := spelled_out(path, folder)) is not None:
-        return _all_of(lookups, spelled, given, wanted)
-    inner = lookups.stat(f"{path.rstrip('/')}/{manifests.NAME}") if store.local else None
+        return _all_of(store, spelled, given, wanted)
+    inner = file_at(store, f"{path.rstrip('/')}/{manifests.NAME}") if store.local else None
     if inner is not None and (manifest := manifests.of_file(store, inner, wanted)) is not None:
-        return _described(lookups, *manifest)  # without a listing of the folder
+        return [_described(store, *manifest)]  # without a listing of the folder
     if (glob := GLOB.search(path, len(folder))) is not None:
         base = path[: glob.start()].rpartition("/")[0]
         matches = re.compile(re.escape(folder) + translated(path[len(folder) :])).fullmatch
-        all_files = lookups.below(base or "/")
+        all_files = files_below(store, base or "/")
         found = [each for each in all_visible(all_files, base) if matches(each.path)]
-        lookups.refuse_part(base)
+        refuse_part(store, base)
         refuse_tables(store, base, [each.path for each in all_files], [each.path for each in found])
         if wanted in OF_TOKENS:  # without files written beside them, unless no name matches
             found = [each for each in found if format_of(each.path, wanted)] or found
@@ -208,36 +206,35 @@ def _expanded(lookups: Lookups, path: str, given: str, wanted: str | None) -> Ex
             raise DataNotFoundError(f"no file matches {name!r}{where}. {_mistyped(given) or nearest(store, base)}")
         found.sort(key=itemgetter(0))
         described = [manifest for each in found if (manifest := manifests.of_file(store, each, wanted)) is not None]
-        if described:  # manifests, which name the other files
-            return _joined(store, [_described(lookups, *manifest) for manifest in described])
-        return Expanded(base or "/", found)
-    found = lookups.below(path)
-    if not found and not lookups.is_folder(path):
-        entry = None if named else lookups.stat(path)
+        # Manifests name the other files.
+        return [_described(store, *manifest) for manifest in described] or [Expanded(base or "/", found)]
+    found = files_below(store, path)
+    if not found and not store.is_folder(path):
+        entry = None if named else file_at(store, path)
         if entry is None:
             parts = [part.strip() for part in given.split(",")]
             several = store.local and len(parts) > 1 and all(map(os.path.exists, parts))
             remedy = f"Pass the {len(parts)} paths as a list: {parts}." if several else _mistyped(given)
             remedy = remedy or nearest(store, path)
             raise DataNotFoundError(f"{name!r} does not exist{where}. {remedy}")
-        return Expanded("", [entry])
-    lookups.refuse_part(path.rstrip("/"))
+        return [Expanded("", [entry])]
+    refuse_part(store, path.rstrip("/"))
     refuse_tables(store, path, [each.path for each in found])
     visible = sorted(all_visible(found, path), key=itemgetter(0))  # by path
     if (manifest := manifests.chosen(store, path, visible, wanted)) is not None:
-        return _described(lookups, *manifest)
-    return _chosen(store, path, visible, wanted)
+        return [_described(store, *manifest)]
+    return [_chosen(store, path, visible, wanted)]
 
 
 def _chosen(store: Store, path: str, visible: list[Entry], wanted: str | None) -> Expanded:
     """Return the files of a folder that are the data."""
     name = store.name(path)
     formats = formats_of([each.path for each in visible], wanted)
-    typed, kind, warned = choose(name, visible, formats, wanted)
+    typed, kind = choose(name, visible, formats, wanted)
     if isinstance(store.given, HubFiles) and kind is None:
         typed = files_of_repository(path, typed, parquet_only=wanted is None)
     else:
-        warned |= warn_of_splits(name, path, typed)
+        warn_of_splits(name, path, typed)
     if not typed and wanted in FORMATS:
         typed = [each for each, named in zip(visible, formats, strict=True) if named is None]
     if not typed:
@@ -249,34 +246,27 @@ def _chosen(store: Store, path: str, visible: list[Entry], wanted: str | None) -
         )
     unread = not_read([each.path for each, named in zip(visible, formats, strict=True) if named is None])
     if wanted is None and unread is not None:
-        warned = True
         first = os.path.basename(typed[0].path)
         _log.warning("%s: only files like %s are read (%d in all). %s", name, first, len(typed), unread)
     kinds = set(formats) - {None}
-    return Expanded(path, typed, kind or (kinds.pop() if len(kinds) == 1 else None), warned)
+    return Expanded(path, typed, kind or (kinds.pop() if len(kinds) == 1 else None))
 
 
-def _described(lookups: Lookups, kind: str, manifest: Entry) -> Expanded:
+def _described(store: Store, kind: str, manifest: Entry) -> Expanded:
     """Return the manifest and its format. Parquet files that it names are read like any others."""
-    if kind == "parquet":
-        return Expanded("", manifests.parquet_files(lookups, manifest), kind)
-    return Expanded("", [manifest], kind)
+    return Expanded("", manifests.parquet_files(store, manifest) if kind == "parquet" else [manifest], kind)
 
 
-def _all_of(lookups: Lookups, paths: list[str], given: str, wanted: str | None) -> Expanded:
+def _all_of(store: Store, paths: list[str], given: str, wanted: str | None) -> list[Expanded]:
     """Return the files of paths, in order. If there are many, they are looked up together."""
     found: dict[str, Entry] = {}
-    if len(paths) > _FEW and not GLOB.search("".join(paths)) and not paths[0].startswith(("http://", "https://")):
-        found = lookups.stat_all(paths)
-    return _joined(
-        lookups.store,
-        [
-            Expanded("", [found[path]])
-            if path in found and not manifests.is_manifest(path)
-            else _expanded(lookups, path, given, wanted)
-            for path in paths
-        ],
-    )
+    if len(paths) > _FEW and not GLOB.search("".join(paths)) and not is_web(paths[0]):
+        found = files_at(store, paths)
+    parts: list[Expanded] = []
+    for path in paths:
+        known = path in found and not manifests.is_manifest(path)
+        parts += [Expanded("", [found[path]])] if known else _expanded(store, path, given, wanted)
+    return parts
 
 
 def _mistyped(path: str) -> str:
@@ -286,7 +276,7 @@ def _mistyped(path: str) -> str:
     return advice_on(path)
 
 
-def _common_format(store: Store, entries: list[Entry]) -> str:
+def _common_format(store: Store, entries: Sequence[Entry]) -> str:
     """Return the format that the names of all files indicate, else the first bytes of the first file."""
     named = _formats_of(entries)
     if len(named) > 1 and any(kind in KINDS for kind in named):
@@ -301,10 +291,20 @@ def _common_format(store: Store, entries: list[Entry]) -> str:
             f"the files have different formats: {listed}. Pass format=… for those of "
             "one format, or open each by itself and combine them with midepoch.concat([a, b]) or mix([a, b])."
         )
-    return next(iter(named), None) or _sniffed(store, entries[0])
+    if named:
+        return next(iter(named))
+    name, start = store.name(entries[0].path), beginning(store, entries[0], 8)
+    if (kind := format_of_bytes(start)) is not None:
+        return kind
+    if (reason := not_read([entries[0].path])) is not None:
+        raise FormatError(f"{name}: {reason}")
+    raise FormatError(
+        f"{name}: neither its name nor its first bytes ({start!r}) show its format. Pass format=…: "
+        f"{', '.join(map(repr, FORMATS))}.{other_reader([entries[0].path])}"
+    )
 
 
-def _formats_of(entries: list[Entry]) -> dict[str, str]:
+def _formats_of(entries: Sequence[Entry]) -> dict[str, str]:
     """Return the formats that the names of files indicate, each with the path of a file."""
     named: dict[str, str] = {}
     paths = [entry.path for entry in entries]
@@ -312,16 +312,3 @@ def _formats_of(entries: list[Entry]) -> dict[str, str]:
         if kind is not None:
             named.setdefault(kind, path)
     return named
-
-
-def _sniffed(store: Store, entry: Entry) -> str:
-    """Return the format that the first bytes indicate, for a file whose name does not."""
-    start = beginning(store, entry, 8)
-    if (kind := format_of_bytes(start)) is not None:
-        return kind
-    if (reason := not_read([entry.path])) is not None:
-        raise FormatError(f"{store.name(entry.path)}: {reason}")
-    raise FormatError(
-        f"{store.name(entry.path)}: neither its name nor its first bytes ({start!r}) show its format. "
-        f"Pass format=…: {', '.join(map(repr, FORMATS))}.{other_reader([entry.path])}"
-    )

@@ -43,11 +43,26 @@ class Filter:
     def columns(self, schema: pa.Schema) -> list[str]:
         """Return the columns that the expression uses, found by trying: pyarrow does not list them."""
         table = comparable(pa.table([pa.nulls(0, kind) for kind in schema.types], schema=schema))
-        self._try(table)
+        if (problem := self._problem(table)) is not None:
+            columns = ", ".join(f"{field.name} ({field.type})" for field in table.schema)
+            reason = str(problem).partition(" in ")[0] if "No match for" in str(problem) else str(problem)
+            several = " For several values, use ('label', 'in', ['a', 'b'])." if "list<item" in self.text else ""
+            raise ColumnError(
+                f"the filter {self.text} cannot be used: {reason}.{several} Compare a column with a value of its type, "
+                f"and a field of a struct as pyarrow.compute.field('a', 'b'). The columns are: {columns}."
+            )
         named = [name for name in schema.names if name in self.text]  # a few of possibly thousands
-        if not self._passes(table.select(named)):
+        if self._problem(table.select(named)) is not None:
             named = schema.names
-        return [name for name in named if not self._passes(table.select([each for each in named if each != name]))]
+        return [name for name in named if self._problem(table.select([each for each in named if each != name]))]
+
+    def _problem(self, table: pa.Table) -> Exception | None:
+        """Return the reason why the expression cannot be used with the columns of a table."""
+        try:
+            table.filter(self.expression)
+        except (pa.ArrowException, KeyError) as problem:
+            return problem
+        return None
 
     def apply(self, table: pa.Table, columns: list[str]) -> pa.Table:
         """Return the rows that pass. ``columns`` are those that the expression uses."""
@@ -59,25 +74,6 @@ class Filter:
             places = left.combine_chunks().to_numpy()
             arrays = [taken(pa.concat_arrays(column.chunks), places) for column in table.columns]
             return pa.table(arrays, schema=table.schema)
-
-    def _try(self, table: pa.Table) -> None:
-        try:
-            table.filter(self.expression)
-        except (pa.ArrowException, KeyError) as problem:
-            columns = ", ".join(f"{field.name} ({field.type})" for field in table.schema)
-            reason = str(problem).partition(" in ")[0] if "No match for" in str(problem) else str(problem)
-            several = " For several values, use ('label', 'in', ['a', 'b'])." if "list<item" in self.text else ""
-            raise ColumnError(
-                f"the filter {self.text} cannot be used: {reason}.{several} Compare a column with a value of its type, "
-                f"and a field of a struct as pyarrow.compute.field('a', 'b'). The columns are: {columns}."
-            ) from None
-
-    def _passes(self, table: pa.Table) -> bool:
-        try:
-            table.filter(self.expression)
-        except (pa.ArrowException, KeyError):
-            return False
-        return True
 
 
 def comparable(table: pa.Table) -> pa.Table:

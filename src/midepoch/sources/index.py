@@ -1,7 +1,7 @@
 """Index of a set of files: the location of every block. Written once, checked by ``stat``, opened memory-mapped.
 
 Footers of files, which are needed to decode their blocks, follow in the same file. They are read on demand.
-The files themselves are in columns: ten thousand of them are opened and compared without an object for each.
+The files themselves are columns of JSON: ten thousand of them are opened and compared without an object for each.
 
 Thousands of files are read by threads of this process, or by a cluster. An action is a module-level function with bound
 arguments (``functools.partial``), so that it can be sent to another process.
@@ -21,7 +21,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property, partial, reduce
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, TypeVar, overload
+from typing import Any, NamedTuple, TypeVar, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -36,10 +36,8 @@ T = TypeVar("T")
 _THREADS = 16
 
 
-class Spread(Protocol):
-    """Executor that returns the results of an action for all items in order, raises its errors and reports progress."""
-
-    def __call__(self, action: Callable[[Any], T], items: Sequence[Any], done: Callable[[int], None]) -> list[T]: ...
+Spread = Callable[[Callable[[Any], Any], Sequence[Any], Callable[[int], None]], list[Any]]
+"""Executor that returns the results of an action for all items in order, raises its errors and reports progress."""
 
 
 def threads(action: Callable[[Any], T], items: Sequence[Any], done: Callable[[int], None]) -> list[T]:
@@ -112,10 +110,6 @@ class Index:
     row_bytes: float = 0.0
     snapshot: str = ""
     """The snapshot of a table to which the files belong: ``"delta 3"``."""
-    lookups: str = ""
-    """The lookups by which local files were chosen. Empty if files have to be chosen every time."""
-    looked_up: str = ""
-    """Digest of what these lookups found."""
     path: str | None = None
 
     @property
@@ -195,24 +189,25 @@ def read_or_build(
     return read_or_make(path, "the index", (lambda: None) if force else read, make)
 
 
-_PLAIN = ("format", "filter", "row_bytes", "snapshot", "lookups", "looked_up")
+_PLAIN = ("format", "filter", "row_bytes", "snapshot")
 """Fields of an index that are saved as they are."""
 
 
 def save(index: Index, path: Path) -> None:
     """Write an index."""
-    arrays = [index.offsets, index.starts, index.ends]
+    arrays = [np.ascontiguousarray(each) for each in (index.offsets, index.starts, index.ends)]
     header = {
         "version": VERSION,
-        **{name: getattr(index, name) for name in _PLAIN},
+        "crc": _checksum(arrays),
         "schema": base64.b64encode(index.schema_bytes).decode(),
-        "nullable": sorted(map(list, index.nullable)),
-        "crc": _checksum(array.data for array in map(np.ascontiguousarray, arrays)),
+        "nullable": sorted(index.nullable),
+        "files": index.files.columns,
+        **{name: getattr(index, name) for name in _PLAIN},
     }
-    metadata = {"header": json.dumps(header).encode(), **index.files.serialised()}
-    metadata["crc"] = str(_checksum(metadata[name] for name in sorted(metadata))).encode()
-    columns = [pa.Array.from_buffers(pa.int64(), len(a), [None, pa.py_buffer(a.tobytes())]) for a in arrays]
-    blocks = pa.RecordBatch.from_arrays(columns, names=["offset", "start", "end"]).replace_schema_metadata(metadata)
+    text = json.dumps(header).encode()
+    columns = [pa.Array.from_buffers(pa.int64(), len(a), [None, pa.py_buffer(a)]) for a in arrays]
+    blocks = pa.RecordBatch.from_arrays(columns, names=["offset", "start", "end"])
+    blocks = blocks.replace_schema_metadata({"header": text, "crc": str(_checksum([text]))})
     sink = pa.BufferOutputStream()
     for batch in (blocks, pa.RecordBatch.from_arrays([index.footers], names=["footer"])):
         with pa.ipc.new_stream(sink, batch.schema) as writer:  # a file would contain the metadata twice
@@ -226,44 +221,41 @@ def read_index(path: Path) -> Index | None:
         with pa.memory_map(str(path)) as mapped:
             (blocks,) = pa.ipc.open_stream(mapped)
             (footers,) = pa.ipc.open_stream(mapped)
-        metadata = {name.decode(): value for name, value in blocks.schema.metadata.items()}
-        header = json.loads(metadata["header"])
+        metadata = blocks.schema.metadata
+        if int(metadata[b"crc"]) != _checksum([metadata[b"header"]]):
+            raise ValueError("its header is damaged")
+        header = json.loads(metadata[b"header"])
         if header["version"] != VERSION:
             return None
-        if int(metadata.pop("crc")) != _checksum(metadata[name] for name in sorted(metadata)):
-            raise ValueError("its header is damaged")
         # Not Array.to_numpy: it would import pandas, which takes longer than the rest of opening a dataset.
         offsets, starts, ends = arrays = [np.frombuffer(column.buffers()[1], np.int64) for column in blocks.columns]
-        if any(len(array) != blocks.num_rows for array in arrays):
-            raise ValueError("its arrays are truncated")
-        if _checksum(array.data for array in arrays) != header["crc"]:
+        if any(len(array) != blocks.num_rows for array in arrays) or _checksum(arrays) != header["crc"]:
             raise ValueError("its arrays are damaged")
-        files = IndexedFiles.deserialised(metadata)
+        return Index(
+            IndexedFiles({name: _frozen(column) for name, column in header["files"].items()}),
+            offsets,
+            starts,
+            ends,
+            schema_bytes=base64.b64decode(header["schema"]),
+            nullable=frozenset(map(tuple, header["nullable"])),
+            footers=footers.column(0),
+            **{name: header[name] for name in _PLAIN},
+            path=str(path),
+        )
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError, IndexError, pa.ArrowException) as problem:
         _log.info("the index %s cannot be used and is built again: %s", path, problem)
         return None
-    return Index(
-        files,
-        offsets,
-        starts,
-        ends,
-        schema_bytes=base64.b64decode(header["schema"]),
-        nullable=frozenset(map(tuple, header["nullable"])),
-        footers=footers.column(0),
-        **{name: header[name] for name in _PLAIN},
-        path=str(path),
-    )
 
 
-def _checksum(parts: Iterable[bytes | memoryview]) -> int:
+def _checksum(parts: Iterable[Any]) -> int:
     return reduce(lambda checksum, part: zlib.crc32(part, checksum), parts, 0)
 
 
-_END = "\0"
-_NUMBERS = ("size", "mtime_ns", "rows", "blocks")
-_TEXTS = ("path", "fingerprint", "etag", "more")
+def _frozen(column: list[Any]) -> list[Any]:
+    """Return a column from JSON with tuples in place of the lists in it."""
+    return [tuple(_frozen(each)) if isinstance(each, list) else each for each in column]
 
 
 class IndexedFile(NamedTuple):
@@ -285,24 +277,21 @@ class IndexedFile(NamedTuple):
 
 
 class IndexedFiles(Sequence[IndexedFile]):
-    """Files in order. The rows of ``numbers`` are sizes, times, rows and blocks. Each of ``texts`` is a column: its
-    values, joined. ``more`` holds, as JSON, properties that few files have: dictionaries, partitions, unreadable lines.
-    """
+    """Files in order, as ``columns`` of their fields. A column that is missing has the default value in all files."""
 
-    def __init__(self, numbers: Int64Array, texts: dict[str, str]) -> None:
-        self._numbers, self._texts = numbers, texts
-        self.size, self.mtime_ns, self.rows, self.blocks = numbers
+    def __init__(self, columns: Mapping[str, Sequence[Any]]) -> None:
+        self.columns = columns
+        self.size, self.rows, self.blocks = (np.array(columns[name], np.int64) for name in ("size", "rows", "blocks"))
 
     @staticmethod
     def of(files: Iterable[IndexedFile]) -> IndexedFiles:
         """Return files as columns."""
-        listed = list(files)
-        numbers = np.array([[getattr(file, name) for file in listed] for name in _NUMBERS], dtype=np.int64)
-        texts = {name: _joined([getattr(file, name) for file in listed]) for name in _TEXTS[:-1]}
-        return IndexedFiles(numbers, {**texts, "more": _joined(list(map(_more, listed)))})
+        listed, defaults = list(files), IndexedFile._field_defaults
+        columns = {name: [getattr(file, name) for file in listed] for name in IndexedFile._fields}
+        return IndexedFiles({name: each for name, each in columns.items() if name not in defaults or any(each)})
 
     def __len__(self) -> int:
-        return len(self.size)
+        return len(self.rows)
 
     @overload
     def __getitem__(self, number: int) -> IndexedFile: ...
@@ -311,88 +300,38 @@ class IndexedFiles(Sequence[IndexedFile]):
     def __getitem__(self, number: int | slice) -> IndexedFile | tuple[IndexedFile, ...]:
         if isinstance(number, slice):
             return tuple(self[i] for i in range(*number.indices(len(self))))
-        path, fingerprint, etag, more = (column[number] for column in self._columns)
-        return _file(path, fingerprint, etag, more, *self._numbers[:, number].tolist())
-
-    def __iter__(self) -> Iterator[IndexedFile]:
-        """Yield all files, ten times as fast as by number."""
-        return map(_file, *self._columns, *self._numbers.tolist())
+        return IndexedFile(**{name: column[number] for name, column in self.columns.items()})
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, IndexedFiles) and list(self) == list(other)
+        return isinstance(other, IndexedFiles) and self.columns == other.columns
 
     __hash__ = None  # type: ignore[assignment]  # it is compared only in tests
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return IndexedFiles, (self._numbers, self._texts)
-
-    @cached_property
-    def _columns(self) -> list[list[str]]:
-        return [self._texts[name].split(_END)[:-1] for name in _TEXTS]
+        return IndexedFiles, (self.columns,)
 
     @property
-    def paths(self) -> list[str]:
-        return self._columns[0]
+    def paths(self) -> Sequence[str]:
+        return self.columns["path"]
 
     @property
     def with_broken_lines(self) -> list[IndexedFile]:
         """The files that have unreadable lines."""
-        if not self._texts["more"].strip(_END):
-            return []
-        return [file for file in self if file.broken]
+        return [self[i] for i, broken in enumerate(self.columns.get("broken", ())) if broken]
 
     def part(self, first: int, stop: int) -> IndexedFiles:
         """Return the files ``first`` to ``stop``, excluded."""
-        texts = {name: _joined(column[first:stop]) for name, column in zip(_TEXTS, self._columns, strict=True)}
-        return IndexedFiles(self._numbers[:, first:stop], texts)
+        return IndexedFiles({name: column[first:stop] for name, column in self.columns.items()})
 
     def are(self, entries: Sequence[Entry]) -> bool:
         """Return True if these are the entries of a listing, unchanged. ETags are compared where a listing has them."""
-        paths, sizes, times, etags = zip(*entries, strict=True) if entries else ((), (), (), ())
-        if len(entries) != len(self) or self._texts["path"] != _joined(paths):
-            return False
-        if any(etags) and self._texts["etag"] != _joined(etags):
-            return False
-        return bool((np.array([sizes, times]) == self._numbers[:2]).all())
+        listed = dict(zip(Entry._fields, zip(*entries, strict=True), strict=False))
+        return len(entries) == len(self) and all(
+            self.columns.get(name) == list(column) for name, column in listed.items() if name != "etag" or any(column)
+        )
 
     def described(self) -> Iterator[str]:
         """Yield the fingerprint, the rows and the partition of each file."""
-        _, fingerprints, _, mores = self._columns
-        for fingerprint, rows, more in zip(fingerprints, self.rows.tolist(), mores, strict=True):
-            partition = _parsed(more)[1]
-            yield f"{fingerprint} {rows}{f' {partition}' if partition else ''}\n"
-
-    def serialised(self) -> dict[str, bytes]:
-        """Return the columns as bytes, by name."""
-        texts = {name: text.encode("utf-8", "surrogateescape") for name, text in self._texts.items()}
-        return {**texts, "numbers": self._numbers.tobytes()}
-
-    @staticmethod
-    def deserialised(data: Mapping[str, bytes]) -> IndexedFiles:
-        """Return files from ``serialised``. Raise KeyError or ValueError if it is damaged."""
-        numbers = np.frombuffer(data["numbers"], np.int64).reshape(len(_NUMBERS), -1)
-        return IndexedFiles(numbers, {name: data[name].decode("utf-8", "surrogateescape") for name in _TEXTS})
-
-
-def _joined(texts: Sequence[str]) -> str:
-    return _END.join((*texts, ""))
-
-
-def _file(
-    path: str, fingerprint: str, etag: str, more: str, size: int, mtime_ns: int, rows: int, blocks: int
-) -> IndexedFile:
-    chains, partition, broken, lines = _parsed(more)
-    return IndexedFile(path, size, mtime_ns, rows, blocks, fingerprint, chains, etag, partition, broken, lines)
-
-
-def _more(file: IndexedFile) -> str:
-    more = (file.dictionaries, file.partition, file.broken, file.broken_lines)
-    return json.dumps(more) if any(more) else ""
-
-
-def _parsed(more: str) -> tuple[Chains, Values, int, tuple[int, ...]]:
-    if not more:
-        return (), (), 0, ()
-    dictionaries, partition, broken, broken_lines = json.loads(more)
-    chains = tuple(tuple(map(tuple, versions)) for versions in dictionaries)
-    return chains, tuple(map(tuple, partition)), broken, tuple(broken_lines)
+        partitions = self.columns.get("partition") or [()] * len(self)
+        for fingerprint, rows, values in zip(self.columns["fingerprint"], self.rows.tolist(), partitions, strict=True):
+            yield f"{fingerprint} {rows}{f' {values}' if values else ''}\n"

@@ -12,8 +12,7 @@ import logging
 import os
 import re
 from collections.abc import Callable, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -38,10 +37,9 @@ from midepoch.sources.index import (
     packed,
     read_index,
     read_or_build,
-    save,
 )
-from midepoch.sources.listing import Lookups
-from midepoch.sources.names import KINDS, Listing
+from midepoch.sources.listing import files_at
+from midepoch.sources.names import GLOB, KINDS
 from midepoch.sources.schemas import difference, holds, holds_dictionary, nullable_paths, row_bytes, unified, usable
 from midepoch.storage.cache_files import default_index_dir
 from midepoch.storage.damage import DamageError
@@ -67,26 +65,29 @@ class Request:
     filter: Filter | None
     partitioning: str | None
     skip_damage: bool
-    find: Callable[[Lookups], DataFiles]
+    find: Callable[[], DataFiles]
     mapped: bool = False
 
     @cached_property
     def found(self) -> DataFiles:
         """The files, chosen once."""
-        return self.find(self.lookups)
-
-    @cached_property
-    def lookups(self) -> Lookups:
-        """The lookups by which files are chosen."""
-        return Lookups(self.store)
+        return self.find()
 
     def index_path(self, index_dir: Path | None) -> Path:
-        """Return the path of the index file. Its name contains no secrets, not even as a hash."""
-        parts = [self.store.identity, *self.paths, self.format or "", self.filter.text if self.filter else ""]
-        parts += [self.partitioning or "", str(self.skip_damage), str(self.mapped)]
-        parts += [self.filter.digest] if self.filter else []
-        name = hashlib.blake2b("\0".join(parts).encode(), digest_size=16).hexdigest()
-        return (index_dir or default_index_dir()) / f"{name}.midepoch-index"
+        """Return the path of the index file."""
+        choices = (self.format or "", self.partitioning or "", str(self.skip_damage), str(self.mapped))
+        return index_path(index_dir, self.filter, self.store.identity, *self.paths, *choices)
+
+
+def index_path(folder: Path | None, chosen: Filter | None, *parts: str) -> Path:
+    """Return the path of the index for a filter and other texts. Its name contains no secrets, not even as a hash."""
+    texts = [*parts, chosen.text, chosen.digest] if chosen else parts
+    name = hashlib.blake2b("\0".join(texts).encode(), digest_size=16).hexdigest()
+    return (folder or default_index_dir()) / f"{name}.midepoch-index"
+
+
+def _quiet(done: int, total: int) -> None:
+    """Show no progress."""
 
 
 def open_index(
@@ -95,19 +96,19 @@ def open_index(
     index_dir: Path | None = None,
     force: bool = False,
     skip_damage: bool = False,
-    progress: Progress | None = None,
+    progress: Progress = _quiet,
 ) -> Index:
     """Return the index of local Arrow files to map. Raise DifferentSchemasError unless they have one schema."""
-    paths = tuple(os.path.abspath(path) for path in files)
+    paths, store = tuple(os.path.abspath(path) for path in files), Store(fs.LocalFileSystem())
 
-    def find(lookups: Lookups) -> DataFiles:
-        found = lookups.stat_all(paths)
+    def find() -> DataFiles:
+        found = files_at(store, paths)
         for path in paths:
             if path not in found:
                 raise DataNotFoundError(f"{path} cannot be opened: there is no such file.")
         return DataFiles("arrow", tuple(found[path] for path in paths))
 
-    request = Request(Store(fs.LocalFileSystem()), paths, "arrow", None, None, skip_damage, find, mapped=True)
+    request = Request(store, paths, "arrow", None, None, skip_damage, find, mapped=True)
     return open_lake(request, index_dir=index_dir, force=force, progress=progress)
 
 
@@ -117,64 +118,34 @@ def open_lake(
     index_dir: Path | None = None,
     force: bool = False,
     validate: bool = True,
-    progress: Progress | None = None,
+    progress: Progress = _quiet,
 ) -> Index:
     """Return the index: read if it is fresh (by one listing; ``validate=False`` skips the check), else built."""
-    path = request.index_path(index_dir)
+    path, store = request.index_path(index_dir), request.store
     index = None if force else read_index(path)
-    if index is None or (validate and not _same_lookups(request, index)):
-        index = _checked(request, path, index, force, progress)
+    if index is None or (validate and not _fresh(index, request.found)):
+        if index is not None and (earlier := store.earlier):
+            _log.warning(
+                "%s has changed since it was indexed. A state saved before will be refused. The version that was "
+                "opened last is at %s", store.name(request.paths[0]), earlier,
+            )  # fmt: skip
+        index = read_or_build(
+            path,
+            lambda: _build(request, progress),
+            force=force,
+            is_fresh=lambda index: _fresh(index, request.found),
+        )
     for number in np.flatnonzero(index.files.blocks == 0).tolist():
         if (file := index.files[number]).fingerprint == SKIPPED:
-            _log.warning("%s is damaged: all of its rows are left out", request.store.name(file.path))
+            _log.warning("%s is damaged: all of its rows are left out", store.name(file.path))
     for file in index.files.with_broken_lines:
         more = ", …" if file.broken > len(file.broken_lines) else ""
         _log.warning(
-            "%s: skipped %d line%s%s that cannot be read: %s%s", request.store.name(file.path), file.broken,
+            "%s: skipped %d line%s%s that cannot be read: %s%s", store.name(file.path), file.broken,
             "s" * (file.broken > 1), " or elements" * (index.format == "jsonl"),
             ", ".join(map(str, file.broken_lines)), more,
         )  # fmt: skip
     return index
-
-
-def _same_lookups(request: Request, index: Index) -> bool:
-    """Return True if files need not be chosen again, because all lookups of the last choice find the same."""
-    if not index.lookups or "found" in request.__dict__:
-        return False
-    try:
-        return Lookups(request.store).repeat(index.lookups) == index.looked_up
-    except OSError:  # the choice of files deals with it
-        return False
-
-
-def _checked(request: Request, path: Path, index: Index | None, force: bool, progress: Progress | None) -> Index:
-    """Return the index of the files that are chosen now, and save by which lookups they were chosen."""
-    store, found = request.store, request.found
-    if index is not None and not _fresh(index, found) and (earlier := store.earlier):
-        _log.warning(
-            "%s has changed since it was indexed. A state saved before will be refused. The version that was opened "
-            "last is at %s", store.name(request.paths[0]), earlier,
-        )  # fmt: skip
-    lookups = request.lookups
-    if found.warned or any(_is_below(path.parent, folder) for folder in lookups.folders):
-        lookups = Lookups(store)  # every opening repeats the warning; and an index in the folder changes the folder
-
-    def with_lookups(index: Index) -> Index:
-        return replace(index, lookups=lookups.made, looked_up=lookups.digest)
-
-    def build() -> Index:
-        return with_lookups(_build(request, found, progress))
-
-    index = read_or_build(path, build, force=force, is_fresh=lambda index: _fresh(index, found))
-    if index.path is not None and lookups.made and index.looked_up != lookups.digest:
-        with suppress(OSError):
-            save(with_lookups(index), path)
-    return index
-
-
-def _is_below(folder: Path, other: str) -> bool:
-    inner, outer = os.path.realpath(folder), os.path.realpath(other)
-    return os.path.commonpath([inner, outer]) == outer
 
 
 def _fresh(index: Index, found: DataFiles) -> bool:
@@ -183,26 +154,33 @@ def _fresh(index: Index, found: DataFiles) -> bool:
     return files.are(found.entries)
 
 
-def _build(request: Request, found: DataFiles, progress: Progress | None) -> Index:
-    store, report = request.store, progress or _quiet
+def _build(request: Request, report: Progress) -> Index:
+    store, found = request.store, request.found
     items: Sequence[Any] = found.entries
     if found.listed:
         items = format_named(found.format).members(store, found.entries)
     entries = [item.entry if found.listed else item for item in items]
     total = len(entries) * (1 if request.filter is None else 2)
-    scan_one = partial(_scanned, store, found.format, request.skip_damage)
-    scans = (
-        for_all(scan_one, items, lambda done: report(done, total))
-        if found.listing is None
-        else [_scanned_media(request, found, found.listing)]
-    )
+    if found.listing is None:
+        scan_one = partial(_scanned, store, found.format, request.skip_damage)
+        scans = for_all(scan_one, items, lambda done: report(done, total))
+    else:
+        from midepoch.sources.formats.media import scan_media
+
+        if request.partitioning is not None:
+            raise ValueError(f"partitioning={request.partitioning!r} is for tables, and these are {found.format} files")
+        scans = [scan_media(store, found.listing, found.format, skip_damage=request.skip_damage)]
     values, added = (
         hive_values(below(request.paths, [entry.path for entry in entries]))
         if request.partitioning == "hive"
         else ([()] * len(entries), None)
     )
-    kept = _readable(entries, scans)
-    names, used = [store.name(entry.path) for entry, _ in kept], [scan for _, scan in kept]
+    used = [scan for scan in scans if scan.damage is None]
+    names = [store.name(entry.path) for entry, scan in zip(entries, scans, strict=True) if scan.damage is None]
+    for damage in (scan.damage for scan in scans if scan.damage is not None):
+        if not used:
+            raise damage
+        _log.warning("a damaged file is left out: %s", damage)
     mapped = _is_mapped(request, found, names, used)
     text = found.format.partition(":")[0] == "csv"
     schema = used[0].schema if mapped else unified(names, used, added, text=text)
@@ -211,16 +189,6 @@ def _build(request: Request, found: DataFiles, progress: Progress | None) -> Ind
     form = MAPPED if mapped else found.format
     files = Files(store, form, entries, scans, values, schema, nullable, manifests=manifests)
     return indexed(files, request.filter, skip_damage=request.skip_damage, report=report)
-
-
-def _readable(entries: Sequence[Entry], scans: Sequence[Scanned]) -> list[tuple[Entry, Scanned]]:
-    """Return the files that are not left out, with their scans, and log the others. Raise their damage if all are."""
-    damage = [scan.damage for scan in scans if scan.damage is not None]
-    if len(damage) == len(scans):
-        raise damage[0]
-    for problem in damage:
-        _log.warning("a damaged file is left out: %s", problem)
-    return [(entry, scan) for entry, scan in zip(entries, scans, strict=True) if scan.damage is None]
 
 
 def _is_mapped(request: Request, found: DataFiles, names: Sequence[str], scans: Sequence[Scanned]) -> bool:
@@ -250,48 +218,53 @@ class Files:
     manifests: Sequence[Entry] = ()
     """Files that name the others, and come before them in an index."""
 
+    @staticmethod
+    def of_snapshot(
+        store: Store, form: str, found: Sequence[tuple[Entry, Scanned]], schema: pa.Schema, snapshot: str
+    ) -> Files:
+        """Return the files of a snapshot of a table, which have a schema in common."""
+        entries, scans = zip(*found, strict=True)
+        nullable = frozenset[tuple[str, ...]]().union(*(scan.nullable for scan in scans))
+        return Files(store, form, entries, scans, [()] * len(entries), schema, nullable, snapshot)
+
 
 def indexed(of: Files, chosen: Filter | None, *, skip_damage: bool, report: Progress) -> Index:
     """Return the index of scanned files. With a filter, count the rows of each block that pass it."""
-    store, entries, scans = of.store, of.entries, of.scans
-    usable(store.name(entries[0].path), of.schema)
-    for entry, scan in zip(entries, scans, strict=True):
-        if not scan.complete:
-            _log.warning("%s is damaged: only %d of its rows are used", store.name(entry.path), sum(scan.rows))
-    kept = [list(range(len(scan.rows))) for scan in scans]
-    counts = [scan.rows for scan in scans]
+    store = of.store
+    usable(store.name(of.entries[0].path), of.schema)
+    work = list(zip(of.entries, of.scans, of.values, strict=True))
+    counts = [scan.rows for scan in of.scans]
     if chosen is not None:
         counter = _Counter(store, of.format, chosen, of.schema, skip_damage)
-        work = list(zip(entries, scans, of.values, strict=True))
-        counts = for_all(counter.count, work, lambda done: report(len(entries) + done, 2 * len(entries)))
-        kept = [[i for i, count in enumerate(of_file) if count] for of_file in counts]
-    named = [
-        IndexedFile(
-            entry.path, entry.size, entry.mtime_ns, sum(of_file), len(mine), scan.fingerprint,
-            scan.dictionaries, scan.etag, value, len(scan.broken_lines), tuple(scan.broken_lines[:_NAMED_LINES]),
-        )
-        for entry, scan, of_file, mine, value in zip(entries, scans, counts, kept, of.values, strict=True)
-    ]  # fmt: skip
-    files = IndexedFiles.of([*(IndexedFile(*each[:3], 0, 0, of.format) for each in of.manifests), *named])
-    pairs = [(scan, i) for scan, mine in zip(scans, kept, strict=True) for i in mine]
-    ends = [-1 if (end := scan.end(i)) is None else end for scan, i in pairs]
-    rows = [of_file[i] for of_file, mine in zip(counts, kept, strict=True) for i in mine]
-    starts = np.concatenate([[0], np.cumsum(np.array(rows, dtype=np.int64))]).astype(np.int64)
-    if of.format in KINDS:
-        footers = packed(scan.footers[i] for scan, i in pairs)
-    else:
-        footers = packed([*(b"" for _ in of.manifests), *(scan.footer for scan in scans)])
+        counts = for_all(counter.count, work, lambda done: report(len(work) + done, 2 * len(work)))
+    offsets, ends, rows = list[int](), list[int](), list[int]()
+    footers = [b"" for _ in of.manifests]
+    files = [IndexedFile(*each[:3], 0, 0, of.format) for each in of.manifests]
+    for (entry, scan, values), passing in zip(work, counts, strict=True):
+        if not scan.complete:
+            _log.warning("%s is damaged: only %d of its rows are used", store.name(entry.path), sum(scan.rows))
+        blocks = [i for i, count in enumerate(passing) if count or chosen is None]
+        offsets += [scan.offsets[i] for i in blocks]
+        ends += [-1 if (end := scan.end(i)) is None else end for i in blocks]
+        rows += [passing[i] for i in blocks]
+        footers += [scan.footers[i] for i in blocks] if of.format in KINDS else [scan.footer]
+        files.append(
+            IndexedFile(
+                entry.path, entry.size, entry.mtime_ns, sum(passing), len(blocks), scan.fingerprint,
+                scan.dictionaries, scan.etag, values, len(scan.broken_lines), tuple(scan.broken_lines[:_NAMED_LINES]),
+            )
+        )  # fmt: skip
     return Index(
-        files,
-        np.array([scan.offsets[i] for scan, i in pairs] + [0], dtype=np.int64),
-        starts,
+        IndexedFiles.of(files),
+        np.array([*offsets, 0], dtype=np.int64),
+        np.cumsum([0, *rows], dtype=np.int64),
         np.array([*ends, 0], dtype=np.int64),
         of.schema.serialize().to_pybytes(),
         of.nullable,
         of.format,
         chosen.text if chosen else "",
-        footers,
-        0.0 if of.format == MAPPED else row_bytes(scans, of.schema),
+        packed(footers),
+        0.0 if of.format == MAPPED else row_bytes(of.scans, of.schema),
         of.snapshot,
     )
 
@@ -308,18 +281,6 @@ def _scanned(store: Store, form: str, skip_damage: bool, item: Entry | Member) -
         return Scanned(pa.schema([]), fingerprint=SKIPPED, damage=problem)
 
 
-def _scanned_media(request: Request, found: DataFiles, listing: Listing) -> Scanned:
-    from midepoch.sources.formats.media import scan_media
-
-    if request.partitioning is not None:
-        raise ValueError(f"partitioning={request.partitioning!r} is for tables, and these are {found.format} files")
-    return scan_media(request.store, listing, found.format, skip_damage=request.skip_damage)
-
-
-def _quiet(done: int, total: int) -> None:
-    """Show no progress."""
-
-
 class _Counter:
     """Counter of the rows of each block that pass a filter. It reads only the columns of the filter."""
 
@@ -331,9 +292,9 @@ class _Counter:
         self._prunes = not uuids and (chosen.never_nan or not any(holds(kind, pa.types.is_floating) for kind in types))
 
     def count(self, file: tuple[Entry, Scanned, Values]) -> list[int]:
-        entry, scan, values = file
-        known = partition_expression(values)
-        return [self._passing(entry, scan, values, known, i) for i in range(len(scan.rows))]
+        """Return the number of rows that pass, for each block of a file."""
+        known = partition_expression(file[2])
+        return [self._passing(*file, known, i) for i in range(len(file[1].rows))]
 
     def _passing(self, entry: Entry, scan: Scanned, values: Values, known: Any, i: int) -> int:
         block = Block(entry, scan.offsets[i], scan.end(i), scan.footer_of(i), scan.dictionaries)
@@ -353,21 +314,27 @@ class _Counter:
 _NULL = "__HIVE_DEFAULT_PARTITION__"
 
 
-_GLOB = re.compile(r"[*?\[]")
-
-
 def hive_values(paths: Sequence[str]) -> tuple[list[Values], pa.Schema]:
     """Return the values of each path and their types: integers if all values are, else text."""
-    texts = [_texts(path) for path in paths]
-    keys = list(texts[0])
-    for path, values in zip(paths, texts, strict=True):
-        if list(values) != keys:
+    texts: list[dict[str, str | None]] = []
+    for path in paths:
+        parts = [part.split("=", 1) for part in path.split("/")[:-1] if "=" in part and not part.startswith("=")]
+        texts.append({unquote(key): None if value == _NULL else unquote(value) for key, value in parts})
+        if list(texts[-1]) != list(texts[0]):
             raise FormatError(
-                f"the files are not partitioned alike: {paths[0]} has {keys or 'no keys'}, {path} has {list(values)}."
+                f"the files are not partitioned alike: {paths[0]} has {list(texts[0]) or 'no keys'}, {path} has "
+                f"{list(texts[-1])}."
             )
-    types = {key: pa.int64() if all(_is_int(text[key]) for text in texts) else pa.string() for key in keys}
-    typed = [tuple((key, _typed(text[key], types[key])) for key in keys) for text in texts]
-    return typed, pa.schema(list(types.items()))
+    columns: dict[str, list[Any]] = {key: [text[key] for text in texts] for key in texts[0]}
+    types = {}
+    for key, column in columns.items():
+        given = [text for text in column if text is not None]
+        are_ints = all(re.fullmatch(r"-?[0-9]{1,19}", text) and abs(int(text)) < 1 << 63 for text in given)
+        types[key] = pa.int64() if are_ints else pa.string()
+        if are_ints:
+            columns[key] = [text if text is None else int(text) for text in column]
+    typed = [tuple(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
+    return typed or [()] * len(paths), pa.schema(list(types.items()))
 
 
 def below(given: Sequence[str], paths: Sequence[str]) -> list[str]:
@@ -387,7 +354,7 @@ def below(given: Sequence[str], paths: Sequence[str]) -> list[str]:
 
 
 def _root(text: str, path: str) -> str:
-    plain, *glob = _GLOB.split(text, maxsplit=1)
+    plain, *glob = GLOB.split(text, maxsplit=1)
     if text != path and not glob:
         above = text.rstrip("/").split("/")
         while above and "=" in above[-1]:  # a folder that is itself a partition
@@ -403,16 +370,3 @@ def _root(text: str, path: str) -> str:
     while folders and "=" in folders[-1]:
         folders.pop()
     return "".join(f"{folder}/" for folder in folders)
-
-
-def _texts(path: str) -> dict[str, str | None]:
-    parts = [part.split("=", 1) for part in path.split("/")[:-1] if "=" in part and not part.startswith("=")]
-    return {unquote(key): None if value == _NULL else unquote(value) for key, value in parts}
-
-
-def _is_int(text: str | None) -> bool:
-    return text is None or (re.fullmatch(r"-?[0-9]{1,19}", text) is not None and abs(int(text)) < 1 << 63)
-
-
-def _typed(text: str | None, kind: pa.DataType) -> Any:
-    return text if text is None or kind != pa.int64() else int(text)

@@ -227,20 +227,35 @@ class _Builder:
 
     def add(self, column: pa.Array) -> None:
         """Add the lengths of a column. Raise ``pa.ArrowInvalid`` if its offsets are damaged."""
-        if self._encoded:
-            column = _stored(column)
-        room = self._lengths[self._filled : self._filled + len(column)]
-        if self._offsets is None or column.null_count:
-            room[:] = self._sizes(column)
-            self._total += int(room.sum(dtype=np.int64))
-        elif len(column):
-            ends = self._ends(column)
+        if not len(column):
+            return
+        column = _stored(column) if self._encoded else column
+        rows, start = len(column), column.offset
+        room = self._lengths[self._filled : self._filled + rows]
+        if self._offsets is not None:
+            ends = _part(column.buffers()[1], self._offsets, start, rows + 1)
             first, last = int(ends[0]), int(ends[-1])
             if not 0 <= first <= last <= self._items(column):
                 raise pa.ArrowInvalid("its offsets point outside its data")
             np.subtract(ends[1:], ends[:-1], out=room)
             self._total += last - first
-        self._filled += len(column)
+        else:
+            column.validate()
+            if (constant := constant_length(self._kind)) is not None:
+                room[:] = constant
+            elif pt.is_nested(self._kind):  # a view of lists: offsets, sizes
+                room[:] = _part(column.buffers()[2], room.dtype, start, rows)
+            else:  # a view of text: 16 bytes each, the length first
+                room[:] = _part(column.buffers()[1], room.dtype, 4 * start, 4 * rows)[::4]
+            self._total += int(room.sum(dtype=np.int64))
+        if column.null_count:
+            nulls = _nulls(column)
+            hidden = room[nulls]
+            if hidden.min() < 0:
+                raise pa.ArrowInvalid("its offsets are not in order")
+            self._total -= int(hidden.sum(dtype=np.int64))
+            room[nulls] = 0
+        self._filled += rows
 
     def measured(self) -> Measured:
         """Return everything that was added. Raise ``pa.ArrowInvalid`` if some offsets are damaged."""
@@ -253,36 +268,11 @@ class _Builder:
             raise pa.ArrowInvalid("its offsets are not in order")
         return Measured(lengths.astype(smallest_dtype(longest)), self._total)
 
-    def _ends(self, column: pa.Array) -> npt.NDArray[Any]:
-        assert self._offsets is not None
-        return _part(column.buffers()[1], self._offsets, column.offset, len(column) + 1)
-
     def _items(self, column: pa.Array) -> int:
         if pt.is_nested(self._kind):
             return len(column.values)
         data = column.buffers()[2]
         return 0 if data is None else int(data.size)
-
-    def _sizes(self, column: pa.Array) -> npt.NDArray[Any]:
-        """Return the length of each row as a new array, for columns with nulls and for layouts without offsets."""
-        column.validate()
-        rows, start, dtype = len(column), column.offset, self._lengths.dtype
-        if self._offsets is not None:
-            ends = self._ends(column)
-            if rows and not 0 <= int(ends.min()) <= int(ends.max()) <= self._items(column):
-                raise pa.ArrowInvalid("its offsets point outside its data")
-            sizes = np.diff(ends)
-        elif (constant := constant_length(self._kind)) is not None:
-            sizes = np.full(rows, constant, dtype)
-        elif pt.is_nested(self._kind):  # a view of lists: offsets, sizes
-            sizes = _part(column.buffers()[2], dtype, start, rows).copy()
-        else:  # a view of text: 16 bytes each, the length first
-            sizes = _part(column.buffers()[1], dtype, 4 * start, 4 * rows)[::4].copy()
-        if rows and sizes.min() < 0:
-            raise pa.ArrowInvalid("its offsets are not in order")
-        if column.null_count:
-            sizes[_nulls(column)] = 0
-        return sizes
 
 
 def _stored(column: pa.Array) -> pa.Array:
@@ -405,14 +395,6 @@ def write_lengths(path: Path, key: bytes, parts: Iterable[Measured]) -> None:
         file.write(head + struct.pack("<I", zlib.crc32(head)))
 
 
-def remove_old(path: Path, pattern: str) -> None:
-    """Remove sidecars of the same column for earlier contents. A week later no process uses them."""
-    for old in path.parent.glob(pattern):
-        with suppress(OSError):
-            if old != path and old.stat().st_mtime < time.time() - _KEPT_SECONDS:
-                old.unlink()
-
-
 def _put(file: BinaryIO, numbers: Compact) -> None:
     file.write(np.ascontiguousarray(numbers).view(np.uint8).data)
 
@@ -455,8 +437,19 @@ def lengths_of(source: Source, column: str, *, skip_corrupt: bool = False) -> Ro
     constant = constant_length(kind)
     if constant is not None and () not in source.nullable[column]:
         return RowLengths(source.rows, source.rows * constant, constant)
-    stamps = _stamps(source)
-    folder, stem, key = _sidecar(source, column, stamps)
+    access, index, stamps = source.access, source.index, _stamps(source)
+    chosen = access.filter if access is not None else None
+    key = _digest(
+        source.fingerprint,
+        column,
+        kind,
+        access.store.identity if access is not None else "",
+        chosen.digest if chosen is not None else "",
+        *stamps,
+    )
+    folder = default_index_dir() if index.path is None else Path(index.path).parent
+    of_index = _digest(index.fingerprint if index.path is None else Path(index.path).stem)
+    stem = f"{of_index.hex()}.{_digest(column).hex()[:8]}"
     path = folder / f"{stem}.{key.hex()}{SUFFIX}"
 
     def usable() -> RowLengths | None:
@@ -466,7 +459,10 @@ def lengths_of(source: Source, column: str, *, skip_corrupt: bool = False) -> Ro
     def make(slot: CacheSlot) -> RowLengths:
         parts = partial(_parts, source, column, skip_corrupt, stamps)
         if slot.keep(lambda: write_lengths(path, key, parts())):
-            remove_old(path, f"{stem}.*{SUFFIX}")
+            for old in folder.glob(f"{stem}.*{SUFFIX}"):  # for earlier contents: a week later no process uses them
+                with suppress(OSError):
+                    if old != path and old.stat().st_mtime < time.time() - _KEPT_SECONDS:
+                        old.unlink()
             if (found := usable()) is not None:
                 return found
         made = Measured.join(list(parts()))
@@ -486,22 +482,6 @@ def _parts(source: Source, column: str, skip_corrupt: bool, stamps: Stamps) -> I
     for file, before, after in zip(source.files, stamps, _stamps(source), strict=True):
         if before != after:
             raise changed(file.path, "while the lengths of its rows were read")
-
-
-def _sidecar(source: Source, column: str, stamps: Stamps) -> tuple[Path, str, bytes]:
-    """Return the folder and stem of the files for this column, and the key of the one for the present contents."""
-    access, first = source.access, source.indexes[0].path
-    key = _digest(
-        source.fingerprint,
-        column,
-        source.schema.field(column).type,
-        access.store.identity if access is not None else "",
-        access.filter.digest if access is not None and access.filter is not None else "",
-        *stamps,
-    )
-    indexes = _digest(*((index.path and Path(index.path).stem) or index.fingerprint for index in source.indexes))
-    folder = Path(first).parent if first is not None else default_index_dir()
-    return folder, f"{indexes.hex()}.{_digest(column).hex()[:8]}", key
 
 
 def _digest(*parts: object) -> bytes:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from midepoch.errors import DataNotFoundError, FormatError
-from midepoch.sources.listing import Lookups, beginning
+from midepoch.sources.listing import beginning, file_at, files_at
 from midepoch.storage.stores import Entry, Store
 
 NAME = "index.json"
@@ -39,24 +39,21 @@ def manifest_format(store: Store, entry: Entry) -> str | None:
     if (match := _BEGINNING.match(start)) is not None:
         return "parquet" if _PARQUET.search(start) else _KEYS[match[1].decode()]
     try:
-        contents = _parsed(store, entry)
-    except ValueError:
+        contents = read_manifest(store, entry)
+    except FormatError:
         return None
     return next((form for key, form in _KEYS.items() if isinstance(contents.get(key), list)), None)
 
 
 def read_manifest(store: Store, entry: Entry) -> dict[str, Any]:
     """Return the contents of a manifest. Raise FormatError if it cannot be parsed."""
+    text = beginning(store, entry)
     try:
-        return _parsed(store, entry)
+        contents = json.loads(text)
+        if not isinstance(contents, dict):
+            raise ValueError("it is not a JSON object")
     except ValueError as problem:
         raise FormatError(f"{store.name(entry.path)}: not a manifest: {problem}. Copy or download it again.") from None
-
-
-def _parsed(store: Store, entry: Entry) -> dict[str, Any]:
-    contents = json.loads(beginning(store, entry))
-    if not isinstance(contents, dict):
-        raise ValueError("it is not a JSON object")
     return contents
 
 
@@ -70,7 +67,7 @@ def chosen(store: Store, folder: str, found: Sequence[Entry], wanted: str | None
     top = folder.rstrip("/")
     named = [entry for entry in found if entry[0].endswith(NAME) and is_manifest(entry.path)]
     outer = [entry for entry in named if os.path.dirname(entry.path).rstrip("/") == top]
-    kinds = [(kind, entry) for entry in outer or named if (kind := manifest_format(store, entry)) is not None]
+    kinds = [manifest for entry in outer or named if (manifest := of_file(store, entry, wanted)) is not None]
     if len(kinds) > 1:
         folders = sorted(store.name(os.path.dirname(entry.path)) for _, entry in kinds)
         listed = ", ".join(folders[:5]) + (", …" if len(folders) > 5 else "")
@@ -89,43 +86,32 @@ def chosen(store: Store, folder: str, found: Sequence[Entry], wanted: str | None
             f"no {NAME} of format {wanted!r} in {store.name(folder)}. Check the path: the manifest names the files of "
             "the dataset."
         )
-    return _checked(store, *kinds[0], wanted) if kinds else None
-
-
-def _base(form: str) -> str:
-    """Return the name of a format without its argument."""
-    return form.partition(":")[0]
+    return kinds[0] if kinds else None
 
 
 def _may_be(wanted: str | None) -> bool:
-    return wanted is None or _base(wanted) in FORMATS
-
-
-def _checked(store: Store, kind: str, entry: Entry, wanted: str | None) -> tuple[str, Entry]:
-    if wanted is not None and _base(wanted) != (kind if kind in FORMATS else "litdata"):
-        raise FormatError(f"{store.name(entry.path)} describes {kind} data, format={wanted!r} was given. Omit it.")
-    return kind, entry
+    return wanted is None or wanted.partition(":")[0] in FORMATS
 
 
 def of_file(store: Store, entry: Entry, wanted: str | None) -> tuple[str, Entry] | None:
     """Return a file and its format if it is a manifest, else None."""
-    if not is_manifest(entry.path) or not _may_be(wanted):
+    if not is_manifest(entry.path) or not _may_be(wanted) or (kind := manifest_format(store, entry)) is None:
         return None
-    kind = manifest_format(store, entry)
-    return None if kind is None else _checked(store, kind, entry, wanted)
+    if wanted is not None and wanted.partition(":")[0] != (kind if kind in FORMATS else "litdata"):
+        raise FormatError(f"{store.name(entry.path)} describes {kind} data, format={wanted!r} was given. Omit it.")
+    return kind, entry
 
 
-def is_litdata(lookups: Lookups, path: str) -> bool:
+def is_litdata(store: Store, path: str) -> bool:
     """Return True if a path is the manifest of LitData's chunks, or a folder that has one."""
-    entry = lookups.stat(path if is_manifest(path) else f"{path.rstrip('/')}/{NAME}")
-    return entry is not None and manifest_format(lookups.store, entry) == "litdata"
+    entry = file_at(store, path if is_manifest(path) else f"{path.rstrip('/')}/{NAME}")
+    return entry is not None and manifest_format(store, entry) == "litdata"
 
 
-def refuse_chunks(lookups: Lookups, entries: Sequence[Entry]) -> None:
+def refuse_chunks(store: Store, entries: Sequence[Entry]) -> None:
     """Raise FormatError for chunks of LitData among files of tokens: their headers would be read as tokens."""
-    store = lookups.store
     chunk = next((entry.path for entry in entries if _CHUNK.fullmatch(entry.path)), None)
-    if chunk is not None and is_litdata(lookups, folder := os.path.dirname(chunk)):
+    if chunk is not None and is_litdata(store, folder := os.path.dirname(chunk)):
         raise FormatError(
             f"{store.name(chunk)} is a chunk of LitData: it has a header before its tokens. Pass its folder "
             f"without dtype: midepoch.from_tokens({store.name(folder)!r}, sequence_length)."
@@ -140,12 +126,11 @@ def inside(store: Store, manifest: Entry, name: Any) -> str:
     return f"{folder}/{name}" if folder else name
 
 
-def parquet_files(lookups: Lookups, manifest: Entry) -> list[Entry]:
+def parquet_files(store: Store, manifest: Entry) -> list[Entry]:
     """Return the Parquet files that a manifest of LitData names, in its order."""
-    store = lookups.store
     chunks = read_manifest(store, manifest)["chunks"]
     paths = [inside(store, manifest, chunk.get("filename")) for chunk in chunks]
-    present = lookups.stat_all(paths)
+    present = files_at(store, paths)
     for path in paths:
         if path not in present:
             raise DataNotFoundError(

@@ -17,7 +17,6 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import product
 from operator import itemgetter
 from typing import NamedTuple
 
@@ -76,8 +75,6 @@ class Expanded(NamedTuple):
     entries: list[Entry]
     kind: str | None = None
     """The only format in a folder, or the format of a manifest. None if unknown."""
-    warned: bool = False
-    """True if a warning about the choice of files was logged. Every opening repeats it."""
 
 
 def is_metadata(path: str) -> bool:
@@ -101,64 +98,47 @@ def listing_of(given: Sequence[Expanded]) -> Listing:
 
 def choose(
     name: str, visible: Sequence[Entry], formats: Sequence[str | None], wanted: str | None
-) -> tuple[list[Entry], str | None, bool]:
+) -> tuple[list[Entry], str | None]:
     """Return the files of a folder that are the data: those of the requested format, else tables, media, or text.
 
     Files named ``metadata`` belong to the media beside them, which are then the data even if there are other tables.
-    The second value is the kind of media, the third is True if a warning was logged.
+    The second value is the kind of media, or None.
     """
     present = Counter(kind for kind in formats if kind is not None)
     media = [kind for kind in KINDS if present[kind]]
     tables = [kind for kind in present if kind not in KINDS and kind != "text"]
     described = bool(tables) and bool(media) and any(is_metadata(entry[0]) for entry in visible)
+
+    def of(kinds: Sequence[str]) -> list[Entry]:
+        return [entry for entry, kind in zip(visible, formats, strict=True) if kind in kinds]
+
     if wanted in KINDS or (wanted is None and media and (not tables or described)):
         if wanted is None and len(media) > 1:
             raise FormatError(f"{name} contains {' and '.join(media)} files. Choose one kind with format=….")
-        if described:
-            warned = wanted is None and _warn_of_tables(name, visible, formats, tables)
-            return list(visible), wanted or media[0], warned  # metadata may name any of them
         kind = wanted or media[0]
-        return [entry for entry, each in zip(visible, formats, strict=True) if each == kind], kind, False
-    accepted = [wanted] if wanted is not None else tables or ["text"]
-    chosen = [entry for entry, kind in zip(visible, formats, strict=True) if kind in accepted]
-    if wanted is None and media:
-        _warn_of_media(name, present, media, chosen[0])
-    return chosen, None, wanted is None and bool(media)
-
-
-def _warn_of_tables(name: str, visible: Sequence[Entry], formats: Sequence[str | None], tables: Sequence[str]) -> bool:
-    """Warn about tables beside media and their metadata. Return True if there are any."""
-    others = [
-        (entry[0], kind)
-        for entry, kind in zip(visible, formats, strict=True)
-        if kind in tables and not is_metadata(entry[0])
-    ]
-    if others:
-        path, kind = others[0]
-        _log.warning(
-            "%s is read as media with their metadata. Its other tables (%d, the first is %s) are not read. Pass "
-            "format=%r to read tables instead.",
-            name, len(others), posixpath.basename(path), kind,
-        )  # fmt: skip
-    return bool(others)
-
-
-def _warn_of_media(name: str, present: Counter[str], media: Sequence[str], table: Entry) -> None:
-    """Warn about media beside tables. A table that only describes the files would otherwise hide all of them."""
-    for kind in media:
+        if not described:
+            return of([kind]), kind
+        others = [entry[0] for entry in of(tables) if not is_metadata(entry[0])]
+        if wanted is None and others:
+            _log.warning(
+                "%s is read as media with their metadata. Its other tables (%d, the first is %s) are not read. Pass "
+                "format=%r to read tables instead.",
+                name, len(others), posixpath.basename(others[0]), format_of(others[0]),
+            )  # fmt: skip
+        return list(visible), kind  # metadata may name any of them
+    chosen = of([wanted] if wanted is not None else tables or ["text"])
+    for kind in media if wanted is None else ():  # a table that only describes the files would otherwise hide them
         _log.warning(
             "%s contains %d %s file%s, which %s not read, because tables are read instead (the first is %s). Pass "
             "format=%r to read the %s files.",
             name, present[kind], kind, "s"[: present[kind] > 1], "are" if present[kind] > 1 else "is",
-            posixpath.basename(table[0]), kind, kind,
+            posixpath.basename(chosen[0][0]), kind, kind,
         )  # fmt: skip
+    return chosen, None
 
 
-def warn_of_splits(name: str, folder: str, entries: Sequence[Entry]) -> bool:
-    """Warn about a folder that contains several splits, as folders or as files. Return True if it does.
-
-    ``entries`` are sorted by path.
-    """
+def warn_of_splits(name: str, folder: str, entries: Sequence[Entry]) -> None:
+    """Warn about a folder that contains several splits, as folders or as files. ``entries`` are sorted by path."""
     splits: dict[str, str] = {}
     for word, split in SPLITS.items():
         start = f"{folder.rstrip('/')}/{word}"
@@ -167,7 +147,7 @@ def warn_of_splits(name: str, folder: str, entries: Sequence[Entry]) -> bool:
         if rest and not rest[0].isalpha():
             pattern = word if "/" in rest else f"{word}*{posixpath.splitext(rest)[1] or rest}"
             splits.setdefault(split, f"{name.rstrip('/')}/{pattern}")
-    return _warned(name, splits)
+    _warn_of_several(name, splits)
 
 
 def files_of_repository(folder: str, files: Sequence[Entry], *, parquet_only: bool) -> list[Entry]:
@@ -184,53 +164,34 @@ def files_of_repository(folder: str, files: Sequence[Entry], *, parquet_only: bo
             start, rest = at.path[: match.end(1)], at.path[match.end(1) :]
             pattern = f"{start}/**" if "/" in rest else f"{start}*{posixpath.splitext(rest)[1]}"
             splits.setdefault(SPLITS[match[1]], f"hf://{at.root}/{pattern}")
-    _warned(f"hf://{folder}", splits)
+    _warn_of_several(f"hf://{folder}", splits)
     return found
 
 
-def _warned(name: str, splits: Mapping[str, str]) -> bool:
-    """Warn about several splits, with the address of one for each. Return True if there are several."""
+def _warn_of_several(name: str, splits: Mapping[str, str]) -> None:
+    """Warn about several splits, with the address of one for each."""
     if len(splits) > 1:
         _log.warning(
             "%s contains the splits %s, and all of them are read as one dataset. For one split, pass its files: %s",
             name, ", ".join(splits), next(iter(splits.values())),
         )  # fmt: skip
-    return len(splits) > 1
 
 
 FORMATS = ("arrow", "parquet", "orc", "csv", "jsonl", "text", "tar", "mds", "litdata", "image", "audio", "video")
-_ALIASES = {
-    "feather": "arrow",
-    "ipc": "arrow",
-    "json": "jsonl",
-    "ndjson": "jsonl",
-    "tsv": "csv",
-    "txt": "text",
-    "webdataset": "tar",
-    "wds": "tar",
-    "imagefolder": "image",
-    "audiofolder": "audio",
-    "videofolder": "video",
-}
 _SUFFIXES = {
-    ".arrow": "arrow",
-    ".arrows": "arrow",
-    ".feather": "arrow",
-    ".ipc": "arrow",
-    ".parquet": "parquet",
-    ".parq": "parquet",
-    ".pq": "parquet",
+    **dict.fromkeys((".arrow", ".arrows", ".feather", ".ipc"), "arrow"),
+    **dict.fromkeys((".parquet", ".parq", ".pq"), "parquet"),
     ".orc": "orc",
-    ".csv": "csv",
-    ".tsv": "csv",
-    ".json": "jsonl",
-    ".jsonl": "jsonl",
-    ".ndjson": "jsonl",
-    ".tar": "tar",
-    ".tgz": "tar",
-    ".txt": "text",
-    ".text": "text",
+    **dict.fromkeys((".csv", ".tsv"), "csv"),
+    **dict.fromkeys((".json", ".jsonl", ".ndjson"), "jsonl"),
+    **dict.fromkeys((".tar", ".tgz"), "tar"),
+    **dict.fromkeys((".txt", ".text"), "text"),
     **MEDIA,
+}
+_ALIASES = {
+    **{suffix[1:]: form for suffix, form in _SUFFIXES.items() if suffix not in MEDIA},
+    **dict.fromkeys(("webdataset", "wds"), "tar"),
+    **{f"{kind}folder": kind for kind in KINDS},
 }
 OF_TOKENS = {"tokens": (".npy", ".bin", ".ds"), "megatron": (".idx", ".bin")}
 """Suffixes of files that have readers of their own: ``from_tokens`` and ``from_megatron``."""
@@ -351,12 +312,7 @@ def other_reader(paths: list[str]) -> str:
     return "" if reader is None else f" For tokens, use {reader}."
 
 
-_RANGE = re.compile(r"(-?\d+)\.\.(-?\d+)(?:\.\.(-?\d+))?")
-
-
-_LETTERS = re.compile(r"([A-Za-z])\.\.([A-Za-z])(?:\.\.(-?\d+))?")
-
-
+_RANGE = re.compile(r"(-?\d+|[A-Za-z])\.\.(-?\d+|[A-Za-z])(?:\.\.(-?\d+))?")
 _MOST = 10_000_000
 
 
@@ -365,80 +321,50 @@ def spelled_out(path: str, folder: str = "") -> list[str] | None:
 
     ``folder``: the beginning of the path, in which braces are part of the names.
     """
-    pieces = [[folder], *_pieces(path[len(folder) :])]
-    count = 1
-    for alternatives in pieces:
-        count *= len(alternatives)
-    if count > _MOST:
-        raise ValueError(f"{path!r} expands to {count:,} paths. Check the numbers in its braces.")
-    paths = list(map("".join, product(*pieces)))
+    paths = [folder + each for each in _spelled(path[len(folder) :])]
     return None if paths == [path] else paths
 
 
-def _pieces(path: str) -> list[list[str]]:
-    """Return the alternatives for each part of a path, in order."""
-    pieces: list[list[str]] = []
-    at = 0
-    while at < len(path):
-        start = path.find("{", at)
-        stop = _closing(path, start) if start >= 0 else -1
-        if stop < 0:
-            end = len(path) if start < 0 else start + 1
-            pieces.append([path[at:end]])
-            at = end
-            continue
-        if start > at:
-            pieces.append([path[at:start]])
-        pieces.append(_alternatives(path[start + 1 : stop]))
-        at = stop + 1
-    return pieces
-
-
-def _closing(path: str, start: int) -> int:
-    """Return the position of the brace that closes the one at ``start``, or -1."""
-    depth = 0
-    for position in range(start, len(path)):
-        depth += {"{": 1, "}": -1}.get(path[position], 0)
-        if not depth:
-            return position
-    return -1
-
-
-def _alternatives(inner: str) -> list[str]:
-    if match := _RANGE.fullmatch(inner):
-        first, last, step = match[1], match[2], int(match[3] or 1)
-        is_padded = any(re.match(r"-?0\d", number) for number in (first, last))
-        width = max(len(first), len(last)) if is_padded else 0
-        return [f"{number:0{width}d}" for number in _numbers(int(first), int(last), step)]
-    if match := _LETTERS.fullmatch(inner):
-        return [chr(number) for number in _numbers(ord(match[1]), ord(match[2]), int(match[3] or 1))]
-    parts = _parts(inner)
-    if len(parts) == 1:  # no list: the braces are part of the name, but there may be others inside
-        return [f"{{{each}}}" for each in _all(inner)]
-    return [each for part in parts for each in _all(part)]
-
-
-def _numbers(first: int, last: int, step: int) -> range:
-    step = max(1, abs(step))
-    if abs(last - first) // step >= _MOST:
-        raise ValueError(f"{{{first}..{last}}} expands to {abs(last - first) + 1:,} numbers. Check the path.")
-    return range(first, last + 1, step) if first <= last else range(first, last - 1, -step)
-
-
-def _all(text: str) -> list[str]:
-    return list(map("".join, product(*_pieces(text))))
-
-
-def _parts(inner: str) -> list[str]:
-    """Return the parts between the commas outside of inner braces."""
-    parts, depth = [""], 0
-    for sign in inner:
+def _spelled(text: str) -> list[str]:
+    """Return all texts that the braces in a text stand for, in order, as a shell does."""
+    start = stop = text.find("{")
+    if start < 0:
+        return [text]
+    depth, parts = 0, [""]
+    for stop in range(start, len(text)):
+        sign = text[stop]
         depth += {"{": 1, "}": -1}.get(sign, 0)
-        if sign == "," and not depth:
+        if not depth:
+            break
+        if sign == "," and depth == 1:
             parts.append("")
-        else:
+        elif stop > start:
             parts[-1] += sign
-    return parts
+    if depth:  # nothing closes the brace
+        return [text[: start + 1] + rest for rest in _spelled(text[start + 1 :])]
+    if len(parts) > 1:
+        alternatives = [each for part in parts for each in _spelled(part)]
+    else:  # a range; else the braces are part of the name, but there may be others inside
+        alternatives = _range(parts[0]) or [f"{{{each}}}" for each in _spelled(parts[0])]
+    rests = _spelled(text[stop + 1 :])
+    if (count := len(alternatives) * len(rests)) > _MOST:
+        raise ValueError(f"{text!r} expands to {count:,} paths. Check the numbers in its braces.")
+    return [text[:start] + each + rest for each in alternatives for rest in rests]
+
+
+def _range(inner: str) -> list[str] | None:
+    """Return the numbers or letters of a range ``first..last..step``, or None if it is none."""
+    match = _RANGE.fullmatch(inner)
+    if match is None or match[1].isalpha() != match[2].isalpha():
+        return None
+    are_letters, ends = match[1].isalpha(), match.group(1, 2)
+    first, last = map(ord if are_letters else int, ends)
+    step = max(1, abs(int(match[3] or 1)))
+    if abs(last - first) // step >= _MOST:
+        raise ValueError(f"{{{inner}}} expands to {abs(last - first) + 1:,} numbers. Check the path.")
+    numbers = range(first, last + 1, step) if first <= last else range(first, last - 1, -step)
+    width = max(map(len, ends)) if any(re.match(r"-?0\d", end) for end in ends) else 0
+    return [chr(number) if are_letters else f"{number:0{width}d}" for number in numbers]
 
 
 GLOB = re.compile(r"[*?\[]")

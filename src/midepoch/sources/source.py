@@ -1,8 +1,7 @@
-"""The frozen Source: a sequence of one or more indexes."""
+"""The frozen Source: the blocks of an index, and access to them."""
 
 from __future__ import annotations
 
-import hashlib
 import json
 import struct
 from collections.abc import Callable, Sequence
@@ -15,7 +14,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.fs as fs
 
-from midepoch.errors import CorruptBlockError, DataNotFoundError, FormatError
+from midepoch.errors import CorruptBlockError, DataNotFoundError
 from midepoch.order import SourceLayout
 from midepoch.order.shuffle import DEFAULT_WINDOW
 from midepoch.sources.filters import Filter
@@ -57,22 +56,16 @@ class Access:
 
 @dataclass(frozen=True, eq=False)
 class Source:
-    """An ordered, fingerprinted set of blocks in files, in place. Pickles to the paths of its indexes.
+    """An ordered, fingerprinted set of blocks in files, in place. Pickles to the path of its index.
 
     ``access`` is set if blocks are fetched or decoded, and None if files are mapped.
     """
 
-    indexes: tuple[Index, ...]
+    index: Index
     access: Access | None = None
 
-    def __post_init__(self) -> None:
-        first = self.indexes[0].schema
-        for other in self.indexes[1:]:
-            if not first.equals(other.schema):
-                raise FormatError(f"splits of different schemas cannot be concatenated:\n{first}\nand\n{other.schema}")
-
     def __reduce__(self) -> tuple[Any, ...]:
-        return Source, (self.indexes, self.access)  # without the cached properties
+        return Source, (self.index, self.access)  # without the cached properties
 
     @property
     def fetched(self) -> bool:
@@ -101,36 +94,27 @@ class Source:
         most = int(max(2, room // max(1.0, self.rows * self.bytes_per_row / blocks)))
         return blocks if blocks <= min(most, _MOST_BLOCKS) else min(DEFAULT_WINDOW, most)
 
-    @cached_property
+    @property
     def files(self) -> IndexedFiles:
-        if len(self.indexes) == 1:
-            return self.indexes[0].files
-        return IndexedFiles.of(file for index in self.indexes for file in index.files)
+        return self.index.files
 
     @property
     def is_folder(self) -> bool:
         """True if its one file is a folder of media, each of which is a row."""
-        return self.indexes[0].format in KINDS
+        return self.index.format in KINDS
 
     @property
     def rows(self) -> int:
-        return sum(int(index.starts[-1]) for index in self.indexes)
+        return int(self.index.starts[-1])
 
-    @cached_property
+    @property
     def offsets(self) -> npt.NDArray[np.int64]:
         """Byte offset of each block in its file."""
-        if len(self.indexes) == 1:
-            return self.indexes[0].offsets
-        return np.concatenate([index.offsets[:-1] for index in self.indexes] + [np.zeros(1, np.int64)])
+        return self.index.offsets
 
     @cached_property
     def layout(self) -> SourceLayout:
-        file_starts = np.concatenate([[0], np.cumsum(self.files.rows)])
-        if len(self.indexes) == 1:
-            return SourceLayout(self.indexes[0].starts, file_starts)
-        bases = np.cumsum([0, *(int(index.starts[-1]) for index in self.indexes)], dtype=np.int64)
-        starts = [index.starts[:-1] + base for index, base in zip(self.indexes, bases[:-1], strict=True)]
-        return SourceLayout(np.concatenate([*starts, bases[-1:]]), file_starts)
+        return SourceLayout(self.index.starts, np.concatenate([[0], np.cumsum(self.files.rows)]))
 
     @cached_property
     def file_blocks(self) -> npt.NDArray[np.int64]:
@@ -139,32 +123,27 @@ class Source:
 
     @property
     def schema(self) -> pa.Schema:
-        return self.indexes[0].schema
+        return self.index.schema
 
     @cached_property
     def nullable(self) -> dict[str, frozenset[tuple[str, ...]]]:
         """Paths with at least one null, by column: () for the column itself, (child,) for a child."""
         nullable: dict[str, set[tuple[str, ...]]] = {name: set() for name in self.schema.names}
-        for index in self.indexes:
-            for name, *inner in index.nullable:
-                if name in nullable:
-                    nullable[name].add(tuple(inner))
+        for name, *inner in self.index.nullable:
+            if name in nullable:
+                nullable[name].add(tuple(inner))
         return {name: frozenset(paths) for name, paths in nullable.items()}
 
-    @cached_property
+    @property
     def fingerprint(self) -> str:
         """Fingerprint of the contents, in order. It does not depend on the location or the names of the files."""
-        if len(self.indexes) == 1:
-            return self.indexes[0].fingerprint
-        return hashlib.blake2b(
-            " ".join(index.fingerprint for index in self.indexes).encode(), digest_size=12
-        ).hexdigest()
+        return self.index.fingerprint
 
     @cached_property
     def bytes_per_row(self) -> float:
         """Approximate bytes of a row in memory."""
-        if self.indexes[0].row_bytes:
-            return self.indexes[0].row_bytes
+        if self.index.row_bytes:
+            return self.index.row_bytes
         return int(self.files.size.sum()) / max(1, self.rows)
 
     @cached_property
@@ -186,17 +165,14 @@ class Source:
         """Describe the location of a source row."""
         number = self._file_number(row)
         place = f"row {row - int(self.layout.file_starts[number])} of {self.name(self.files[number])}"
-        name = self._name_in_folder(row) if self.is_folder else None
-        return place if name is None else f"{place} ({name})"
-
-    def _name_in_folder(self, row: int) -> str | None:
-        """Return the name of the file that is a row. With a filter, the rows of a block are not those of its footer."""
+        if not self.is_folder or self.index.filter:  # with it, rows of a block are not those of its footer
+            return place
         from midepoch.sources.formats.media import name_of
 
-        if self.indexes[0].filter:
-            return None
-        block = int(self.layout.block_starts.searchsorted(row, side="right")) - 1
-        return name_of(self.indexes[0].footer(block), row - int(self.layout.block_starts[block]))
+        starts = self.layout.block_starts
+        block = int(starts.searchsorted(row, side="right")) - 1
+        name = name_of(self.index.footer(block), row - int(starts[block]))
+        return place if name is None else f"{place} ({name})"
 
     def file_of(self, row: int) -> IndexedFile:
         """Return the file of a source row."""
@@ -211,7 +187,7 @@ class Source:
     def fetch(self, number: int, columns: Sequence[str]) -> pa.Table:
         """Fetch and decode a block: these columns of the rows that pass the filter. Raise DataError."""
         assert self.access is not None
-        store, chosen, (index,) = self.access.store, self.access.filter, self.indexes
+        store, chosen, index = self.access.store, self.access.filter, self.index
         of_file = int(self.file_blocks.searchsorted(number, side="right")) - 1
         file = index.files[of_file]
         entry = Entry(file.path, file.size, file.mtime_ns, file.etag)
@@ -287,7 +263,7 @@ def _needs_decoding(feature: Any) -> bool:
 
 def in_place(source: Source) -> InPlace | None:
     """Return the format of a source if its blocks are views of mapped files other than Arrow files, else None."""
-    name = source.indexes[0].format
+    name = source.index.format
     if source.access is not None or name == MAPPED:
         return None
     found = format_named(name)
@@ -297,7 +273,7 @@ def in_place(source: Source) -> InPlace | None:
 
 def view(source: Source, form: InPlace, block: int, files: Callable[[int], pa.Buffer], room: Room) -> pa.RecordBatch:
     """Return a block as a view. ``files`` maps a file by its number, and ``room`` returns memory for offsets."""
-    index = source.indexes[0]
+    index = source.index
     number = int(source.file_blocks.searchsorted(block, side="right")) - 1
     file = index.files[number]
     entry = Entry(file.path, file.size, file.mtime_ns)
@@ -315,7 +291,7 @@ def view(source: Source, form: InPlace, block: int, files: Callable[[int], pa.Bu
 
 def fingerprint_of(source: Source, file: IndexedFile) -> str:
     """Return the fingerprint of the present contents of a mapped file."""
-    store, name = Store(fs.LocalFileSystem()), source.indexes[0].format
+    store, name = Store(fs.LocalFileSystem()), source.index.format
     entry = store.stat(file.path)
     assert entry is not None
     try:

@@ -242,15 +242,12 @@ class HubRequest:
     def key(self) -> str:
         given = {name: value for name, value in self.kwargs.items() if value is not None}
         kwargs = {name: value for name, value in given.items() if name not in _NOT_DATA and not is_secret(name)}
-        fields = [_absolute(self.path), self.name, self.data_files, self.data_dir, self.revision, kwargs]
-        local = [os.getcwd()] if self._relative() else []
-        text = _canonical([VERSION, *fields, *local])
-        return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
-
-    def _relative(self) -> bool:
-        """Return True if the same arguments mean other files in another working folder."""
+        path = os.path.abspath(self.path) if os.path.exists(self.path) else self.path
+        fields = [path, self.name, self.data_files, self.data_dir, self.revision, kwargs]
         names = [name for name in (self.data_dir, *_flat(self.data_files)) if name]
-        return any("://" not in name and not os.path.isabs(name) for name in names)
+        if any("://" not in name and not os.path.isabs(name) for name in names):  # other files in another folder
+            fields.append(os.getcwd())
+        return hashlib.blake2b(_canonical([VERSION, *fields]).encode(), digest_size=16).hexdigest()
 
     def inputs(self, index_dir: Path) -> list[tuple[str, int, int]]:
         """Return path, size and mtime of the local files from which the data is built. Empty for data of a hub."""
@@ -279,7 +276,17 @@ def arrow_files(
     path = (index_dir or default_index_dir()) / f"{request.key}.midepoch-dataset"
 
     def recall() -> dict[str, list[Path]] | None:
-        return None if force else _recall(path, request)
+        """Return the files found last time, or None if files were removed or changed since."""
+        if force:
+            return None
+        try:
+            entry = json.loads(path.read_text())
+            if entry["version"] != VERSION or [tuple(each) for each in entry["inputs"]] != request.inputs(path.parent):
+                return None
+            splits = {name: [Path(file) for file in files] for name, files in entry["splits"].items()}
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            return None
+        return splits if all(file.is_file() for files in splits.values() for file in files) else None
 
     def ask(slot: CacheSlot) -> dict[str, list[Path]]:
         inputs = request.inputs(path.parent)
@@ -294,18 +301,6 @@ def arrow_files(
         return splits
 
     return read_or_make(path, f"the list of files of {Address(request.path)!r}", recall, ask)
-
-
-def _recall(path: Path, request: HubRequest) -> dict[str, list[Path]] | None:
-    """Return the files found last time, or None if files were removed or changed since."""
-    try:
-        entry = json.loads(path.read_text())
-        if entry["version"] != VERSION or [tuple(each) for each in entry["inputs"]] != request.inputs(path.parent):
-            return None
-        splits = {name: [Path(file) for file in files] for name, files in entry["splits"].items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return None
-    return splits if all(file.is_file() for files in splits.values() for file in files) else None
 
 
 def _ask_datasets(request: HubRequest, num_proc: int | None) -> dict[str, list[Path]]:
@@ -339,7 +334,13 @@ def _ask_datasets(request: HubRequest, num_proc: int | None) -> dict[str, list[P
     else:
         if isinstance(found, datasets.Dataset):
             found = {str(found.split or "train"): found}
-        return {str(name): _files_of(request, name, split) for name, split in found.items()}
+        splits = {}
+        for name, split in found.items():
+            splits[str(name)] = [Path(entry["filename"]) for entry in split.cache_files]
+            if not split.cache_files and len(split):
+                where = repr(Address(request.path))
+                raise DataError(f"split {name!r} of {where} is in memory only: there are no Arrow files to read.")
+        return splits
     raise failure  # outside of the handler: a chained error would be shown with its credentials
 
 
@@ -385,25 +386,12 @@ def _failure(request: HubRequest, problem: Exception, missing: bool) -> DataErro
     return failure
 
 
-def _files_of(request: HubRequest, name: Any, split: Any) -> list[Path]:
-    files = [Path(entry["filename"]) for entry in split.cache_files]
-    if not files and len(split):
-        shown = repr(Address(request.path))
-        raise DataError(f"split {name!r} of {shown} is in memory only: there are no Arrow files to read.")
-    return files
-
-
 def _flat(data_files: Any) -> Iterable[str]:
-    if data_files is None:
-        return
     if isinstance(data_files, (str, os.PathLike)):
         yield os.fspath(data_files)
-    elif isinstance(data_files, Mapping):
-        for value in data_files.values():
-            yield from _flat(value)
-    else:
-        for value in data_files:
-            yield from _flat(value)
+        return
+    for value in data_files.values() if isinstance(data_files, Mapping) else data_files or ():
+        yield from _flat(value)
 
 
 def _canonical(value: Any) -> str:
@@ -415,7 +403,3 @@ def _canonical(value: Any) -> str:
     if isinstance(value, (str, os.PathLike)):
         return repr(Address(os.fspath(value)).identity)  # the same data with any credentials
     return repr(value)
-
-
-def _absolute(path: str) -> str:
-    return os.path.abspath(path) if os.path.exists(path) else path

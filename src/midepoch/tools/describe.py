@@ -111,7 +111,7 @@ def of_index(state: Any, index_dir: str | os.PathLike[str] | None) -> KnownState
     known = KnownState(cursor, saved["rows"], order, None, excluded[0] if excluded else EMPTY, False, "nothing")
     if index is None:
         return known
-    return replace(known, source=Source((index,)), fetched=not index.in_place, checked="index")
+    return replace(known, source=Source(index), fetched=not index.in_place, checked="index")
 
 
 def _saved_order(state: Mapping[str, Any]) -> Order | None:

@@ -19,7 +19,7 @@ import pyarrow as pa
 from midepoch._native.ranges import copy_ranges
 from midepoch.errors import CorruptBlockError, DataNotFoundError, FormatError, MidepochError
 from midepoch.sources.formats import Member, Scanned, table_of
-from midepoch.sources.listing import stat_all
+from midepoch.sources.listing import files_at
 from midepoch.storage.damage import DamageError
 from midepoch.storage.stores import Entry, OpenFile, Store
 
@@ -140,7 +140,7 @@ def shard_members(
         except (KeyError, TypeError, AttributeError, ValueError) as problem:
             text = f"{name}: the entry of {what} {number} is invalid: {problem!r}. Write it again."
             raise FormatError(text) from None
-    present = stat_all(store, [file.path for _, files in described for candidates in files for file in candidates])
+    present = files_at(store, [file.path for _, files in described for candidates in files for file in candidates])
     members = []
     for about, files in described:
         (entry, codec), *beside = (_chosen(store, name, present, candidates, padded) for candidates in files)

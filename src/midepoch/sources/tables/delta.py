@@ -6,12 +6,12 @@ number of the latest version is in the names of the log.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import datetime
+from functools import partial
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
@@ -23,7 +23,7 @@ from midepoch._internal.progress import Progress
 from midepoch.errors import DataNotFoundError, FetchError, FormatError, MidepochError
 from midepoch.sources.formats.table_parquet import SnapshotFile, described
 from midepoch.sources.lake import Files
-from midepoch.sources.tables.opening import TableFile, scanned_files
+from midepoch.sources.tables.opening import described_type, package, scanned_files
 from midepoch.storage.damage import refusals
 from midepoch.storage.stores import Entry, Store
 
@@ -38,21 +38,6 @@ _SUPPORTED = {
     "typeWidening-preview",
     "v2Checkpoint",
     "vacuumProtocolCheck",
-}
-_TYPES = {
-    "string": pa.string(),
-    "long": pa.int64(),
-    "integer": pa.int32(),
-    "short": pa.int16(),
-    "byte": pa.int8(),
-    "float": pa.float32(),
-    "double": pa.float64(),
-    "boolean": pa.bool_(),
-    "binary": pa.binary(),
-    "date": pa.date32(),
-    "timestamp": pa.timestamp("us", "UTC"),
-    "timestamp_ntz": pa.timestamp("us"),
-    "void": pa.null(),
 }
 
 
@@ -115,12 +100,7 @@ def find_version(store: Store, path: str, uri: str, options: Mapping[str, str], 
 
 
 def _open(store: Store, name: str, uri: str, options: Mapping[str, str], version: int | None) -> Any:
-    try:
-        import deltalake
-    except ImportError:
-        raise MidepochError(
-            "Delta tables are read with the package deltalake: `pip install midepoch[delta]`."
-        ) from None
+    deltalake = package("deltalake", "Delta", "deltalake", "delta")
     if store.local and unquote(uri) != uri:  # it would read the log of a table in the folder with the other name
         raise FormatError(
             f"the Delta table {name} cannot be read: deltalake takes the % in its path for a quoted character. Rename "
@@ -165,7 +145,7 @@ def _refusing(store: Store, name: str) -> AbstractContextManager[None]:
     return refusals(store.secrets.clean, failure)
 
 
-def _contents(table: Any, store: Store, path: str, name: str) -> tuple[pa.Schema, list[TableFile]]:
+def _contents(table: Any, store: Store, path: str, name: str) -> tuple[pa.Schema, list[tuple[Entry, SnapshotFile]]]:
     """Return the columns and the files of an open table, oldest files first."""
     features = set(table.protocol().reader_features or ())
     unsupported = sorted(features - _SUPPORTED)
@@ -174,8 +154,7 @@ def _contents(table: Any, store: Store, path: str, name: str) -> tuple[pa.Schema
             f"the Delta table {name} uses {', '.join(unsupported)}, which is not supported. Write a table without it."
         )
     mode = table.metadata().configuration.get("delta.columnMapping.mode", "none")
-    fields = json.loads(table.schema().to_json())["fields"]
-    schema = pa.schema([_field(name, each, mode) for each in fields])
+    schema = pa.schema([_described(field, mode) for field in pa.schema(table.schema().to_arrow())])
     deleted = _deleted(table, store, path, name) if "deletionVectors" in features else {}
     actions = pa.table(table.get_add_actions())
     names = [each for each in ("path", "size_bytes", "modification_time", "partition") if each in actions.schema.names]
@@ -184,7 +163,7 @@ def _contents(table: Any, store: Store, path: str, name: str) -> tuple[pa.Schema
     for row in rows:
         place = _place(store, path, name, row["path"])
         contents = SnapshotFile(schema, row.get("partition") or {}, deleted.pop(place, None))
-        files.append(TableFile(place, row["size_bytes"], contents))
+        files.append((Entry(place, row["size_bytes"], 0), contents))
     if deleted:
         raise FormatError(f"the Delta table {name} has deleted rows of {next(iter(deleted))}, which it does not list.")
     return schema, files
@@ -222,28 +201,10 @@ def _place(store: Store, path: str, name: str, given: str) -> str:
     raise FormatError(f"the Delta table {name} has a file in another store, {parts.scheme}://: this is not supported.")
 
 
-def _field(table: str, field: Mapping[str, Any], mode: str) -> pa.Field:
-    about = field.get("metadata", {})
-    names = [about.get("delta.columnMapping.physicalName", field["name"])] if mode in ("name", "id") else []
-    number = about.get("delta.columnMapping.id") if mode == "id" else None
-    kind = _type(table, field["name"], field["type"], mode)
-    return described(pa.field(field["name"], kind), number=number, names=names)
-
-
-def _type(table: str, column: str, kind: Any, mode: str) -> pa.DataType:
-    if isinstance(kind, Mapping):
-        if kind["type"] == "struct":
-            return pa.struct([_field(table, each, mode) for each in kind["fields"]])
-        if kind["type"] == "array":
-            return pa.list_(pa.field("element", _type(table, column, kind["elementType"], mode)))
-        if kind["type"] == "map":
-            return pa.map_(*(_type(table, column, kind[part], mode) for part in ("keyType", "valueType")))
-        kind = kind["type"]
-    if match := re.fullmatch(r"decimal\(\s*(\d+)\s*,\s*(-?\d+)\s*\)", str(kind)):
-        return pa.decimal128(int(match[1]), int(match[2]))
-    if kind not in _TYPES:
-        raise FormatError(
-            f"the Delta table {table} has a column {column!r} of type {kind}, which is not supported. "
-            "Write a table without it."
-        )
-    return _TYPES[kind]
+def _described(field: pa.Field, mode: str) -> pa.Field:
+    """Return a field with the id and the name that files have for it in a mode of column mapping."""
+    about = {name.decode(): value.decode() for name, value in (field.metadata or {}).items()}
+    names = [about.get("delta.columnMapping.physicalName", field.name)] if mode in ("name", "id") else []
+    number = int(about["delta.columnMapping.id"]) if mode == "id" and "delta.columnMapping.id" in about else None
+    kind = described_type(field.type, partial(_described, mode=mode))
+    return described(pa.field(field.name, kind), number=number, names=names)

@@ -27,72 +27,48 @@ from midepoch._internal.progress import Progress
 from midepoch.errors import CorruptBlockError, DataNotFoundError, FetchError, FormatError, MidepochError
 from midepoch.sources.formats.table_parquet import SnapshotFile, converted, described, find, has_ids, plain
 from midepoch.sources.lake import Files
-from midepoch.sources.tables.opening import TableFile, scanned_files
+from midepoch.sources.schemas import children
+from midepoch.sources.tables.opening import described_type, package, scanned_files
 from midepoch.storage.address import Address, Secrets
 from midepoch.storage.damage import expired, refusals
 from midepoch.storage.stores import Entry, OpenFile, Store
 
-_TYPES = {
-    "boolean": pa.bool_(),
-    "int": pa.int32(),
-    "long": pa.int64(),
-    "float": pa.float32(),
-    "double": pa.float64(),
-    "date": pa.date32(),
-    "time": pa.time64("us"),
-    "timestamp": pa.timestamp("us"),
-    "timestamptz": pa.timestamp("us", "UTC"),
-    "timestamp_ns": pa.timestamp("ns"),
-    "timestamptz_ns": pa.timestamp("ns", "UTC"),
-    "string": pa.string(),
-    "uuid": pa.uuid(),
-    "binary": pa.binary(),
-    "unknown": pa.null(),
-}
+_UNSUPPORTED = ("geometry", "geography", "variant")
 
 
 def described_fields(table: str, fields: Sequence[Any], mapping: Iterable[Any] | None) -> list[pa.Field]:
     """Return the columns of a table. ``mapping``: names in files without field ids."""
-    names = {each.field_id: each for each in mapping or ()}
-    found = []
-    for field in fields:
-        mapped = names.get(field.field_id)
-        kind = _type(table, field.name, field.field_type, mapped)
-        inner = list(mapped.names) if mapped is not None else []
-        found.append(described(pa.field(field.name, kind), number=field.field_id, names=inner))
-    return found
+    from pyiceberg.io.pyarrow import schema_to_pyarrow
+    from pyiceberg.schema import index_by_id
+    from pyiceberg.types import StructType
+
+    row_type, columns = StructType(*fields), {field.field_id: field for field in fields}
+    for number, field in index_by_id(row_type).items():
+        if field.initial_default is not None and number not in columns:
+            raise FormatError(
+                f"the Iceberg table {table} has a default for the field {field.name!r} inside of a column, which is "
+                "not supported."
+            )
+        if str(field.field_type).startswith(_UNSUPPORTED):
+            raise FormatError(
+                f"the Iceberg table {table} has a field {field.name!r} of type {field.field_type}, which is not "
+                "supported. Leave it out of the table."
+            )
+    names = dict(_mapped(mapping or ()))
+
+    def described_field(field: pa.Field) -> pa.Field:
+        number = int(field.metadata[b"PARQUET:field_id"])
+        kind = described_type(field.type, described_field)
+        return described(pa.field(field.name, kind), number=number, names=names.get(number, ()))
+
+    return list(map(described_field, children(schema_to_pyarrow(row_type))))
 
 
-def _type(table: str, column: str, kind: Any, mapped: Any) -> pa.DataType:
-    inside = list(mapped.fields) if mapped is not None else None
-    if kind.is_struct:
-        for field in kind.fields:
-            if field.initial_default is not None:
-                raise FormatError(
-                    f"the Iceberg table {table} has a default for the field {field.name!r} inside of {column!r}, which "
-                    "is not supported."
-                )
-        return pa.struct(described_fields(table, kind.fields, inside))
-    if hasattr(kind, "element_type"):
-        return pa.list_(pa.field("element", _type(table, column, kind.element_type, _inner(inside, kind.element_id))))
-    if hasattr(kind, "key_type"):
-        key = _type(table, column, kind.key_type, _inner(inside, kind.key_id))
-        return pa.map_(key, _type(table, column, kind.value_type, _inner(inside, kind.value_id)))
-    text = str(kind)
-    if match := re.fullmatch(r"decimal\((\d+),\s*(\d+)\)", text):
-        return pa.decimal128(int(match[1]), int(match[2]))
-    if match := re.fullmatch(r"fixed\[(\d+)\]", text):
-        return pa.binary(int(match[1]))
-    if text not in _TYPES:
-        raise FormatError(
-            f"the Iceberg table {table} has a column {column!r} of type {text}, which is not supported. "
-            "Leave it out of the table."
-        )
-    return _TYPES[text]
-
-
-def _inner(mapped: Sequence[Any] | None, number: int) -> Any:
-    return next((each for each in mapped or () if each.field_id == number), None)
+def _mapped(mapping: Iterable[Any]) -> Iterator[tuple[int, list[str]]]:
+    """Yield the ids and the names of a name mapping, at any depth."""
+    for each in mapping:
+        yield each.field_id, list(each.names)
+        yield from _mapped(each.fields)
 
 
 def partition_values(table: Any, schema: Any, spec: int, partition: tuple[Any, ...]) -> dict[str, Any]:
@@ -110,9 +86,18 @@ def _plain(value: Any) -> Any:
 
 
 _ADDRESS = re.compile(r"[a-z][\w+.-]*:/")
-_STATUS, _SEQUENCE, _FILE = 0, 3, 2
-_CONTENT, _PATH, _FORMAT, _PARTITION, _SIZE = 134, 100, 101, 102, 104
-_KEY, _EQUALITY, _REFERENCED, _OFFSET, _LENGTH = 131, 135, 143, 144, 145
+_STATUS, _SEQUENCE, _FILE, _KEY = 0, 3, 2, 131
+_IDS = {
+    "content": 134,
+    "path": 100,
+    "format": 101,
+    "size": 104,
+    "partition": 102,
+    "equality_ids": 135,
+    "referenced": 143,
+    "offset": 144,
+    "length": 145,
+}
 """Ids of the fields of a manifest."""
 _REMOVED = 2
 DATA, POSITIONS, EQUALITY = 0, 1, 2
@@ -126,13 +111,13 @@ class ManifestFileEntry(NamedTuple):
     path: str
     format: str
     size: int
+    partition: tuple[Any, ...]
+    equality_ids: tuple[int, ...]
+    referenced: str | None
+    offset: int | None
+    length: int | None
     sequence: int
     spec: int
-    partition: tuple[Any, ...]
-    equality_ids: tuple[int, ...] = ()
-    referenced: str | None = None
-    offset: int | None = None
-    length: int | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -168,7 +153,7 @@ class IcebergTableAt:
         for each in data:
             values = partition_values(self.table, self.schema, each.spec, each.partition)
             contents = SnapshotFile(schema, values, deletes.rows_of(each), only_missing=True)
-            files.append(TableFile(self.place(each.path), each.size, contents))
+            files.append((Entry(self.place(each.path), each.size, 0), contents))
         snapshot = f"iceberg {self.snapshot.snapshot_id}"
         return scanned_files(self.store, self.name, snapshot, schema, files, progress)
 
@@ -206,28 +191,21 @@ def _read_manifest(io: Any, manifest: Any) -> Iterator[ManifestFileEntry]:
             if record[outer[_STATUS]] == _REMOVED:
                 continue
             file = record[outer[_FILE]]
-
-            def get(number: int, file: Any = file) -> Any:
-                return file[inner[number]] if number in inner else None
-
-            if get(_KEY) is not None:
-                raise FormatError(f"{get(_PATH)} is encrypted, which is not supported.")
+            found: dict[str, Any] = {
+                name: file[inner[number]] if number in inner else None for name, number in _IDS.items()
+            }
+            if _KEY in inner and file[inner[_KEY]] is not None:
+                raise FormatError(f"{found['path']} is encrypted, which is not supported.")
             sequence = record[outer[_SEQUENCE]] if _SEQUENCE in outer else 0
             sequence = manifest.sequence_number if sequence is None else sequence
-            partition = get(_PARTITION)
-            yield ManifestFileEntry(
-                get(_CONTENT) or DATA,
-                get(_PATH),
-                str(get(_FORMAT)).upper(),
-                get(_SIZE),
-                sequence or 0,
-                manifest.partition_spec_id,
-                tuple(partition[i] for i in range(len(partition))) if partition is not None else (),
-                tuple(get(_EQUALITY) or ()),
-                get(_REFERENCED),
-                get(_OFFSET),
-                get(_LENGTH),
-            )
+            partition = found["partition"]
+            found |= {
+                "content": found["content"] or DATA,
+                "format": str(found["format"]).upper(),
+                "partition": tuple(partition[i] for i in range(len(partition))) if partition is not None else (),
+                "equality_ids": tuple(found["equality_ids"] or ()),
+            }
+            yield ManifestFileEntry(**found, sequence=sequence or 0, spec=manifest.partition_spec_id)
 
 
 def refusing(secrets: Secrets, name: str) -> AbstractContextManager[None]:
@@ -280,20 +258,9 @@ def newest(table: Any) -> Any:
         return table.catalog.load_table(table.name())
 
 
-def package() -> Any:
-    """Return ``pyiceberg``. Raise MidepochError if it is not installed."""
-    try:
-        import pyiceberg.table
-    except ImportError:
-        raise MidepochError(
-            "Iceberg tables are read with the package pyiceberg: `pip install midepoch[iceberg]`."
-        ) from None
-    return pyiceberg
-
-
 def load_table(given: str, catalog: Mapping[str, Any], properties: Mapping[str, str]) -> Any:
     """Return a table by its metadata file, its folder or its name in a catalog."""
-    package()
+    package("pyiceberg.table", "Iceberg", "pyiceberg", "iceberg")
     from pyiceberg.catalog import load_catalog
     from pyiceberg.table import StaticTable
 
@@ -353,18 +320,14 @@ class Deletes:
             found += [rows for sequence, rows in self._positions.get(data.path, ()) if sequence >= data.sequence]
         groups: dict[tuple[int, ...], list[ManifestFileEntry]] = defaultdict(list)
         for each in self._equality:
-            if each.sequence > data.sequence and self._in_scope(each, data):
+            # It applies to the files of one partition, or of the whole table.
+            in_scope = not each.partition or (each.spec, each.partition) == (data.spec, data.partition)
+            if each.sequence > data.sequence and in_scope:
                 groups[tuple(sorted(each.equality_ids))].append(each)
         for ids, files in groups.items():
             found.append(self._equal_rows(data, ids, files))
         rows = np.unique(np.concatenate(found)) if found else np.empty(0, np.int64)
         return rows if len(rows) else None
-
-    def _in_scope(self, delete: ManifestFileEntry, data: ManifestFileEntry) -> bool:
-        """Return True if a delete by values applies to a data file: of the same partition, or of the whole table."""
-        if not delete.partition:
-            return True
-        return delete.spec == data.spec and delete.partition == data.partition
 
     def _add_positions(self, file: ManifestFileEntry) -> None:
         table = self._read(file, lambda parquet: parquet.read(columns=["file_path", "pos"]))
@@ -393,7 +356,10 @@ class Deletes:
     ) -> Int64Array:
         """Return the rows of a data file with the values of a row of the delete files. Null equals null."""
         fields = self._fields(ids)
-        deleted = pa.concat_tables([self._deleted_values(each, fields) for each in files])
+        for each in files:
+            if each.path not in self._values:
+                self._values[each.path] = self._columns(each, fields)
+        deleted = pa.concat_tables([self._values[each.path] for each in files])
         held = self._columns(data, fields)
         keys = np.zeros(held.num_rows + deleted.num_rows, np.int64)
         for field in fields:
@@ -405,11 +371,6 @@ class Deletes:
             _, keys = np.unique(pairs, axis=0, return_inverse=True)
             keys = keys.reshape(-1)
         return np.flatnonzero(np.isin(keys[: held.num_rows], keys[held.num_rows :])).astype(np.int64)
-
-    def _deleted_values(self, file: ManifestFileEntry, fields: Sequence[pa.Field]) -> pa.Table:
-        if file.path not in self._values:
-            self._values[file.path] = self._columns(file, fields)
-        return self._values[file.path]
 
     def _fields(self, ids: tuple[int, ...]) -> list[pa.Field]:
         """Return the fields with these ids, from the newest schema that has them: a column may have been removed."""

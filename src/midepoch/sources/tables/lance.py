@@ -26,50 +26,23 @@ from midepoch.sources.formats import Block, Format, Scanned, table_of
 from midepoch.sources.index import for_all
 from midepoch.sources.lake import Files
 from midepoch.sources.schemas import nulls, plain_type
+from midepoch.sources.tables.opening import package, reader_options
 from midepoch.storage.damage import expired, refusals
-from midepoch.storage.open_files import options_of
 from midepoch.storage.stores import Entry, Store
 
 _GONE = re.compile(r"not found|NoSuchKey|does not exist", re.IGNORECASE)
 _NETWORK = re.compile(r"request|connect|timed? ?out|HTTP|status|denied|credential", re.IGNORECASE)
-_S3 = {
-    "access_key": "aws_access_key_id",
-    "secret_key": "aws_secret_access_key",
-    "session_token": "aws_session_token",
-    "region": "aws_region",
-}
 
 
 def lance_package() -> Any:
     """Return the package. Raise MidepochError if it is not installed."""
-    try:
-        import lance
-    except ImportError:
-        raise MidepochError("Lance tables are read with the package pylance: `pip install midepoch[lance]`.") from None
-    return lance
+    return package("lance", "Lance", "pylance", "lance")
 
 
 def lance_table(store: Store, path: str, version: int, manifest: str) -> Any:
     """Return a Lance table at a version. ``manifest``: text that differs for a table that was created again."""
     _ = store.filesystem  # refused in a forked process, in which the threads of lance do not run
     return _table(store.scheme + path, version, manifest, tuple(sorted(reader_options(store).items())), os.getpid())
-
-
-def reader_options(store: Store) -> dict[str, str]:
-    """Return the options of a store under the names of ``lance`` and ``deltalake``."""
-    if store.local or store.given.type_name != "s3":
-        return {}
-    options = options_of(store.given)
-    found = {name: str(options[own]) for own, name in _S3.items() if options.get(own)}
-    if endpoint := options.get("endpoint_override"):
-        scheme = options.get("scheme") or "https"
-        found["aws_endpoint"] = f"{scheme}://{endpoint}"
-        found |= {"allow_http": "true"} if scheme == "http" else {}
-    if options.get("anonymous"):
-        found["aws_skip_signature"] = "true"
-    if options.get("force_virtual_addressing"):
-        found["aws_virtual_hosted_style_request"] = "true"
-    return found
 
 
 @lru_cache(maxsize=8)
@@ -90,21 +63,6 @@ def refusing(store: Store, name: str) -> AbstractContextManager[None]:
     return refusals(store.secrets.clean, failure)
 
 
-def plain_field(field: pa.Field) -> pa.Field:
-    """Return a field without metadata, and with the stored values of types that only ``lance`` knows."""
-    kind = field.type
-    if isinstance(kind, pa.ExtensionType):
-        kind = kind.storage_type
-    return pa.field(field.name, plain_type(kind))
-
-
-def read_rows(fragment: Any, columns: Sequence[str], start: int, stop: int) -> pa.Table:
-    """Return columns of a range of the rows of a fragment that are not deleted. Blobs are returned as bytes."""
-    return fragment.scanner(
-        columns=list(columns), offset=start, limit=stop - start, batch_size=stop - start, blob_handling="all_binary"
-    ).to_table()
-
-
 class LanceFormat(Format):
     """Format whose blocks are ranges of rows of a fragment. They are scanned with their table."""
 
@@ -119,22 +77,27 @@ class LanceFormat(Format):
         assert block.end is not None
         name = f"fragment {about['fragment']} of {store.name(about['table'])}"
         with refusing(store, name):
-            fragment = lance_table(store, about["table"], about["version"], about["manifest"]).get_fragment(
-                about["fragment"]
-            )
+            table = lance_table(store, about["table"], about["version"], about["manifest"])
+            fragment = table.get_fragment(about["fragment"])
             if fragment is None:
                 raise CorruptBlockError(f"{name} is missing in version {about['version']}.")
             if not columns:
                 return table_of([], [], block.end - block.offset)
-            table = read_rows(fragment, columns, block.offset, block.end)
-        arrays = [_stored(column) for column in table.columns]
-        return pa.table(dict(zip(table.schema.names, arrays, strict=True)))
+            count = block.end - block.offset  # without deleted rows
+            scanner = fragment.scanner(
+                columns=list(columns), offset=block.offset, limit=count, batch_size=count, blob_handling="all_binary"
+            )
+            rows = scanner.to_table()
+        for i, column in enumerate(rows.columns):
+            if (kind := _stored_type(column.type)) != column.type:
+                stored = pa.chunked_array([chunk.storage for chunk in column.chunks], kind)
+                rows = rows.set_column(i, rows.schema.names[i], stored)
+        return rows
 
 
-def _stored(column: pa.ChunkedArray) -> pa.ChunkedArray:
-    if not isinstance(column.type, pa.ExtensionType):
-        return column
-    return pa.chunked_array([chunk.storage for chunk in column.chunks], column.type.storage_type)
+def _stored_type(kind: pa.DataType) -> pa.DataType:
+    """Return the type of the stored values, for a type that only ``lance`` knows."""
+    return kind.storage_type if isinstance(kind, pa.ExtensionType) else kind
 
 
 _MANIFEST = re.compile(r"(\d+)\.manifest")
@@ -177,13 +140,10 @@ class LanceTableAt:
             fields = {field.name(): field for field in table.lance_schema.fields()}
         if not sum(fragment.count_rows() for fragment in fragments):
             raise DataNotFoundError(f"there are no rows in {self.name} (version {self.version}).")
-        shown = pa.schema([plain_field(field) for field in schema])
+        shown = pa.schema([(field.name, plain_type(_stored_type(field.type))) for field in schema])
         scan_one = partial(_scanned, self, shown, fields)
         found = for_all(scan_one, fragments, lambda done: progress(done, len(fragments)))
-        entries, scans = [entry for entry, _ in found], [scan for _, scan in found]
-        nullable = frozenset[tuple[str, ...]]().union(*(scan.nullable for scan in scans))
-        nothing = [()] * len(entries)
-        return Files(self.store, "lance", entries, scans, nothing, shown, nullable, f"lance {self.version}")
+        return Files.of_snapshot(self.store, "lance", found, shown, f"lance {self.version}")
 
 
 def find_version(store: Store, path: str, version: int | str | None) -> LanceTableAt:
@@ -191,7 +151,10 @@ def find_version(store: Store, path: str, version: int | str | None) -> LanceTab
     name = store.name(path)
     if isinstance(version, bool) or not isinstance(version, (int, str, type(None))):
         raise ValueError(f"version must be a number, a tag or None, got {version!r}")
-    manifests = _manifests(store, path)
+    manifests: dict[int, Entry] = {}
+    for entry in store.list(f"{path}/_versions"):
+        if match := _MANIFEST.fullmatch(entry.path.rpartition("/")[2]):  # newer tables count their names down
+            manifests[_LARGEST - int(match[1]) if len(match[1]) == 20 else int(match[1])] = entry
     if not manifests:
         raise DataNotFoundError(f"{name} is not a Lance table: there is no _versions/*.manifest in it. Check the path.")
     if isinstance(version, str):
@@ -203,15 +166,6 @@ def find_version(store: Store, path: str, version: int | str | None) -> LanceTab
             "removed. Choose one of them."
         )
     return LanceTableAt(store, path, number, manifests[number])
-
-
-def _manifests(store: Store, path: str) -> dict[int, Entry]:
-    """Return the manifests of all versions. Newer tables count their names down, so that the latest is listed first."""
-    found = {}
-    for entry in store.list(f"{path}/_versions"):
-        if match := _MANIFEST.fullmatch(entry.path.rpartition("/")[2]):
-            found[_LARGEST - int(match[1]) if len(match[1]) == 20 else int(match[1])] = entry
-    return found
 
 
 def _tagged(store: Store, path: str, tag: str) -> int:
@@ -244,7 +198,9 @@ def _scanned(table: LanceTableAt, schema: pa.Schema, fields: dict[str, Any], fra
         digest = hashlib.blake2b(f"{schema.to_string(show_schema_metadata=False)} {step}".encode(), digest_size=16)
         others = [json.dumps(file, sort_keys=True) for file in about["files"] if _is_apart(file)]
         digest.update(json.dumps([others, about.get("overlays") or []], sort_keys=True).encode())
-        for entry in [*entries, *_deletions(store, table.path, fragment)]:
+        has_deletions = about.get("deletion_file") is not None and not _is_apart(about["deletion_file"])
+        deletions = [_entry(store, f"{table.path}/{fragment.deletion_file()}")] if has_deletions else []
+        for entry in [*entries, *deletions]:
             digest.update(store.persist(entry.path, "indexed", partial(_sample, store, entry)))
         found.fingerprint = digest.hexdigest()
     return (entries[0] if entries else table.manifest), found
@@ -260,12 +216,6 @@ def _entry(store: Store, path: str) -> Entry:
     if entry is None:
         raise expired(store.name(path))
     return entry if store.local else entry._replace(mtime_ns=0)
-
-
-def _deletions(store: Store, path: str, fragment: Any) -> Iterator[Entry]:
-    deleted = fragment.metadata.to_json().get("deletion_file")
-    if deleted is not None and deleted.get("base_id") is None:
-        yield _entry(store, f"{path}/{fragment.deletion_file()}")
 
 
 def _sample(store: Store, entry: Entry) -> bytes:

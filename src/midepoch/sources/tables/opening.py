@@ -1,32 +1,40 @@
-"""Index of a snapshot of a table. Snapshots never change: an existing index is used without checking the files.
-
-Also the options of object stores, under the names of pyarrow and of the readers of tables.
+"""Scan of the Parquet files of a snapshot of a table, the packages that read tables, and the options of object stores
+under the names of pyarrow and of these packages.
 """
 
 from __future__ import annotations
 
-import hashlib
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from importlib import import_module
+from typing import Any
 
 import pyarrow as pa
+import pyarrow.types as pt
 
 from midepoch._internal.progress import Progress
-from midepoch.errors import DataNotFoundError
-from midepoch.sources.filters import Filter
+from midepoch.errors import DataNotFoundError, MidepochError
 from midepoch.sources.formats import Scanned
 from midepoch.sources.formats.table_parquet import SnapshotFile, TableFormat, plain
-from midepoch.sources.index import Index, for_all, read_or_build
-from midepoch.sources.lake import Files, indexed
-from midepoch.sources.schemas import has_large_text
-from midepoch.sources.tables.lance import reader_options
+from midepoch.sources.index import for_all
+from midepoch.sources.lake import Files
+from midepoch.sources.schemas import children, has_large_text
 from midepoch.storage.addresses import s3_options
-from midepoch.storage.cache_files import default_index_dir
 from midepoch.storage.damage import expired
+from midepoch.storage.open_files import options_of
 from midepoch.storage.stores import Entry, Store
+
+
+def package(module: str, noun: str, name: str, extra: str) -> Any:
+    """Return a package that reads tables. Raise MidepochError if it is not installed."""
+    try:
+        return import_module(module)
+    except ImportError:
+        raise MidepochError(
+            f"{noun} tables are read with the package {name}: `pip install midepoch[{extra}]`."
+        ) from None
+
 
 _DROPPED = ("allow_http", "aws_allow_http", "aws_s3_allow_unsafe_rename", "aws_conditional_put", "conditional_put")
 
@@ -49,12 +57,30 @@ def reader_of(store: Store, path: str, address: str, options: Mapping[str, Any] 
     return f"s3://{path}", reader_options(store)
 
 
-_ICEBERG = {
-    "access_key": "s3.access-key-id",
-    "secret_key": "s3.secret-access-key",
-    "session_token": "s3.session-token",
-    "region": "s3.region",
+_NAMES = {
+    "access_key": ("aws_access_key_id", "s3.access-key-id"),
+    "secret_key": ("aws_secret_access_key", "s3.secret-access-key"),
+    "session_token": ("aws_session_token", "s3.session-token"),
+    "region": ("aws_region", "s3.region"),
 }
+"""Options of pyarrow's S3, under the names of ``lance`` and ``deltalake``, and as properties of ``pyiceberg``."""
+
+
+def reader_options(store: Store) -> dict[str, str]:
+    """Return the options of a store under the names of ``lance`` and ``deltalake``."""
+    if store.local or store.given.type_name != "s3":
+        return {}
+    options = options_of(store.given)
+    found = {name: str(options[own]) for own, (name, _) in _NAMES.items() if options.get(own)}
+    if endpoint := options.get("endpoint_override"):
+        scheme = options.get("scheme") or "https"
+        found["aws_endpoint"] = f"{scheme}://{endpoint}"
+        found |= {"allow_http": "true"} if scheme == "http" else {}
+    if options.get("anonymous"):
+        found["aws_skip_signature"] = "true"
+    if options.get("force_virtual_addressing"):
+        found["aws_virtual_hosted_style_request"] = "true"
+    return found
 
 
 def iceberg_properties(uri: str, options: Mapping[str, Any] | None) -> dict[str, str]:
@@ -62,7 +88,7 @@ def iceberg_properties(uri: str, options: Mapping[str, Any] | None) -> dict[str,
     if not uri.startswith("s3://") and not options:
         return {}
     found = s3_options(store_options("s3://", options) or {})
-    given = {name: str(found[own]) for own, name in _ICEBERG.items() if found.get(own)}
+    given = {name: str(found[own]) for own, (_, name) in _NAMES.items() if found.get(own)}
     if endpoint := found.get("endpoint_override"):
         given["s3.endpoint"] = f"{found.get('scheme', 'https')}://{endpoint}"
     return given | ({"s3.anonymous": "true"} if found.get("anonymous") else {})
@@ -72,78 +98,47 @@ def options_of_iceberg(location: str, properties: Mapping[str, Any]) -> dict[str
     """Return the options of the store in which a table of ``pyiceberg`` is."""
     if not location.startswith(("s3://", "s3a://", "s3n://")):
         return None
-    found = {own: properties[name] for own, name in _ICEBERG.items() if properties.get(name)}
+    found = {own: properties[name] for own, (_, name) in _NAMES.items() if properties.get(name)}
     found |= {"endpoint_override": properties["s3.endpoint"]} if properties.get("s3.endpoint") else {}
     return found | ({"anonymous": True} if str(properties.get("s3.anonymous")).lower() == "true" else {})
 
 
-class TableFile(NamedTuple):
-    """One Parquet file of a snapshot."""
-
-    path: str
-    size: int
-    contents: SnapshotFile
-
-
-class TableAt(Protocol):
-    """A table at a snapshot, which never changes."""
-
-    @property
-    def store(self) -> Store: ...
-
-    @property
-    def key(self) -> tuple[str, ...]:
-        """Identity of the snapshot, without secrets."""
-
-    def scan(self, progress: Progress) -> Files:
-        """Find and scan the files of the snapshot."""
-
-
-def open_table(
-    table: TableAt,
-    chosen: Filter | None,
-    *,
-    skip_damage: bool,
-    index_dir: Path | None,
-    force: bool,
-    progress: Progress,
-) -> Index:
-    """Return the index of a snapshot: read, or built by one process at a time and saved."""
-    parts = ["table", table.store.identity, *table.key, str(skip_damage)]
-    parts += [chosen.text, chosen.digest] if chosen else []
-    name = hashlib.blake2b("\0".join(parts).encode(), digest_size=16).hexdigest()
-    path = (index_dir or default_index_dir()) / f"{name}.midepoch-index"
-
-    def build() -> Index:
-        return indexed(table.scan(progress), chosen, skip_damage=skip_damage, report=progress)
-
-    return read_or_build(path, build, force=force)
+def described_type(kind: pa.DataType, field_of: Callable[[pa.Field], pa.Field]) -> pa.DataType:
+    """Return a type with text and lists of 32-bit offsets, and with the fields of structs that ``field_of`` returns."""
+    inner = partial(described_type, field_of=field_of)
+    if pt.is_struct(kind):
+        return pa.struct(list(map(field_of, children(kind))))
+    if pt.is_list(kind) or pt.is_large_list(kind):
+        return pa.list_(pa.field("element", inner(kind.value_type)))
+    if pt.is_map(kind):
+        return pa.map_(inner(kind.key_type), inner(kind.item_type))
+    return {pa.large_string(): pa.string(), pa.large_binary(): pa.binary()}.get(kind, kind)
 
 
 def scanned_files(
-    store: Store, table: str, snapshot: str, schema: pa.Schema, files: Sequence[TableFile], progress: Progress
+    store: Store,
+    table: str,
+    snapshot: str,
+    schema: pa.Schema,
+    files: Sequence[tuple[Entry, SnapshotFile]],
+    progress: Progress,
 ) -> Files:
-    """Scan the Parquet files of a snapshot. ``schema``: its columns, with the metadata of ``table_columns``."""
+    """Scan the Parquet files of a snapshot. ``schema``: its columns, as described in ``formats.table_parquet``."""
     if not files:
         raise DataNotFoundError(f"there are no rows in {table} ({snapshot}). Check the table, and its version.")
     found = for_all(partial(_scanned, store), files, lambda done: progress(done, len(files)))
-    entries, scans = [entry for entry, _ in found], [scan for _, scan in found]
     shown = [plain(field) for field in schema]
     for i, field in enumerate(shown):
-        large = (scan.schema.field(i) for scan in scans if has_large_text(scan.schema.field(i).type))
+        large = (scan.schema.field(i) for _, scan in found if has_large_text(scan.schema.field(i).type))
         shown[i] = next(large, field)
-    nullable = frozenset[tuple[str, ...]]().union(*(scan.nullable for scan in scans))
-    return Files(store, "table", entries, scans, [()] * len(files), pa.schema(shown), nullable, snapshot)
+    return Files.of_snapshot(store, "table", found, pa.schema(shown), snapshot)
 
 
-def _scanned(store: Store, file: TableFile) -> tuple[Entry, Scanned]:
-    # Logs have a modification time, too, but copies of a table do not keep that of its files.
+def _scanned(store: Store, file: tuple[Entry, SnapshotFile]) -> tuple[Entry, Scanned]:
+    entry, contents = file
     try:
-        mtime = os.stat(file.path).st_mtime_ns if store.local else 0
-    except FileNotFoundError:
-        raise expired(store.name(file.path)) from None
-    entry = Entry(file.path, file.size, mtime)
-    try:
-        return entry, store.persist(file.path, "indexed", lambda: TableFormat().scan_file(store, entry, file.contents))
-    except DataNotFoundError:
-        raise expired(store.name(file.path)) from None
+        if store.local:  # a log has modification times, too, but copies of a table do not keep those of its files
+            entry = entry._replace(mtime_ns=os.stat(entry.path).st_mtime_ns)
+        return entry, store.persist(entry.path, "indexed", lambda: TableFormat().scan_file(store, entry, contents))
+    except (FileNotFoundError, DataNotFoundError):
+        raise expired(store.name(entry.path)) from None

@@ -1,4 +1,4 @@
-"""Files are chosen again only if the lookups of the last choice find something else."""
+"""Data that is opened again: the index is used, unless the files differ."""
 
 from __future__ import annotations
 
@@ -18,8 +18,7 @@ import media_files
 import midepoch
 from data import write_arrow
 from midepoch.errors import DataNotFoundError, FormatError
-from midepoch.sources import index, listing
-from midepoch.sources.lake import Request
+from midepoch.sources import files, index, lake
 from shard_files import write_litdata, write_mds
 from token_files import write_megatron
 
@@ -45,17 +44,16 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def chosen(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The requests whose files were chosen."""
+def built(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The requests whose index was built."""
     found: list[str] = []
-    find = Request.found.func  # type: ignore[attr-defined]
+    build = lake._build
 
-    def counted(request: Request) -> Any:
+    def counted(request: lake.Request, report: Any) -> Any:
         found.append(request.paths[0])
-        request.__dict__["found"] = result = find(request)
-        return result
+        return build(request, report)
 
-    monkeypatch.setattr(Request, "found", property(lambda self: self.__dict__.get("found") or counted(self)))
+    monkeypatch.setattr(lake, "_build", counted)
     return found
 
 
@@ -83,31 +81,31 @@ def ways(folder: Path) -> dict[str, Open]:
 
 @pytest.mark.parametrize("suffix", [".parquet", ".arrow"])
 @pytest.mark.parametrize("way", ["folder", "glob", "deep glob", "list", "braces", "filter", "format"])
-def test_files_are_chosen_again_only_if_the_listing_differs(
-    tmp_path: Path, chosen: list[str], way: str, suffix: str
+def test_an_index_is_built_again_only_if_the_listing_differs(
+    tmp_path: Path, built: list[str], way: str, suffix: str
 ) -> None:
     folder = tmp_path / "data"
     paths = [write(folder / f"part-{i}{suffix}", range(10 * i, 10 * i + 10)) for i in range(3)]
     open_ = ways(folder)[way]
     first = open_()
-    assert len(chosen) == 1
+    assert len(built) == 1
     again = open_()
-    assert len(chosen) == 1
+    assert len(built) == 1
     assert ids(again) == ids(first)
     assert again.pipeline.leaf.source.fingerprint == first.pipeline.leaf.source.fingerprint
     stat = paths[1].stat()
     write(paths[1], range(50, 60))  # of the same size, at another time
     assert ids(open_())[-20:] == [*range(50, 60), *range(20, 30)]
-    assert len(chosen) == 2
+    assert len(built) == 2
     write(paths[1], range(500, 700))
     os.utime(paths[1], ns=(stat.st_atime_ns, stat.st_mtime_ns))  # of another size, at the same time
     assert set(range(500, 700)) <= set(ids(open_()))
-    assert len(chosen) == 3
+    assert len(built) == 3
     open_()
-    assert len(chosen) == 3
+    assert len(built) == 3
 
 
-def test_new_removed_and_renamed_files_are_seen(folder: Path, tmp_path: Path, chosen: list[str]) -> None:
+def test_new_removed_and_renamed_files_are_seen(folder: Path, tmp_path: Path, built: list[str]) -> None:
     linked = write(tmp_path / "elsewhere" / "x.parquet", range(100, 110)).parent
     (folder / "linked").symlink_to(linked)
     open_: Open = lambda: midepoch.from_files(folder)  # noqa: E731
@@ -117,18 +115,20 @@ def test_new_removed_and_renamed_files_are_seen(folder: Path, tmp_path: Path, ch
         (lambda: write(folder / "deep" / "part.parquet", range(6)), 51),
         (lambda: write(linked / "y.parquet", range(7)), 58),
         (lambda: (folder / "part-0.parquet").unlink(), 48),
-        (lambda: (folder / "README.md").write_text("it is chosen again, but nothing changes"), 48),
     ]
     for number, (change, rows) in enumerate(changes, 1):
         change()
         for _ in range(2):
             assert len(open_()) == rows
-            assert len(chosen) == number
+            assert len(built) == number
+    (folder / "README.md").write_text("it is no data")
+    assert len(open_()) == 48
+    assert len(built) == len(changes)
     (folder / "part-1.parquet").rename(folder / "part-9.parquet")
     assert ids(open_())[-10:] == list(range(10, 20))
 
 
-def test_data_that_is_back_is_not_that_of_the_index(folder: Path, chosen: list[str]) -> None:
+def test_data_that_is_back_is_not_that_of_the_index(folder: Path, built: list[str]) -> None:
     """The data of the last but one opening is back, with the same times, but the index is not of that data."""
     midepoch.from_files(folder)
     kept = folder.with_name("kept")
@@ -137,39 +137,32 @@ def test_data_that_is_back_is_not_that_of_the_index(folder: Path, chosen: list[s
     assert 70 in ids(midepoch.from_files(folder))
     shutil.copy2(kept / "part-1.parquet", folder / "part-1.parquet")
     assert ids(midepoch.from_files(folder)) == list(range(30))
-    assert len(chosen) == 3
+    assert len(built) == 3
 
 
-@pytest.mark.parametrize("damage", ["empty", "no arrow", "missing", "other version"])
-def test_an_index_that_cannot_be_used_is_replaced(
-    folder: Path, chosen: list[str], damage: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("damage", ["empty", "no arrow", "missing"])
+def test_an_index_that_cannot_be_used_is_replaced(folder: Path, built: list[str], damage: str) -> None:
     midepoch.from_files(folder)
     path = saved()
     {
         "empty": lambda: path.write_bytes(b""),
         "no arrow": lambda: path.write_bytes(b"\xff{"),
         "missing": path.unlink,
-        "other version": lambda: monkeypatch.setattr(listing, "__version__", "0.0.1"),
     }[damage]()
     for _ in range(2):
         assert ids(midepoch.from_files(folder)) == list(range(30))
-    assert len(chosen) == 2
+    assert len(built) == 2
 
 
-def test_warnings_are_repeated_until_their_reason_is_gone(
-    folder: Path, chosen: list[str], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_warnings_are_repeated_until_their_reason_is_gone(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     write(folder / "train" / "a.parquet", range(3))
     write(folder / "test" / "a.parquet", range(3))
     for number in range(1, 4):
         midepoch.from_files(folder)
-        assert sum("contains the splits" in message for message in caplog.messages) == number == len(chosen)
+        assert sum("contains the splits" in message for message in caplog.messages) == number
     shutil.rmtree(folder / "test")
     caplog.clear()
-    for _ in range(3):
-        midepoch.from_files(folder)
-        assert len(chosen) == 4
+    midepoch.from_files(folder)
     assert not caplog.messages
 
 
@@ -183,7 +176,7 @@ def test_skipped_lines_are_named_by_every_opening(tmp_path: Path, caplog: pytest
 def test_manifests_are_not_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_mds(tmp_path / "mds", {"id": "int"}, [{"id": i} for i in range(20)], shard=5)
     assert ids(midepoch.from_files(tmp_path / "mds")) == list(range(20))
-    monkeypatch.setattr(listing, "walked", lambda *_: pytest.fail("the folder was listed"))
+    monkeypatch.setattr(files, "files_below", lambda *_: pytest.fail("the folder was listed"))
     assert ids(midepoch.from_files(tmp_path / "mds")) == list(range(20))
     write_mds(tmp_path / "mds", {"id": "int"}, [{"id": i} for i in range(40)], shard=5)
     assert ids(midepoch.from_files(tmp_path / "mds")) == list(range(40))
@@ -220,22 +213,6 @@ def test_a_manifest_beside_a_named_file_may_change(tmp_path: Path) -> None:
     (tmp_path / "index.json").write_text('{"chunks": [{"filename": "chunk-0-0.bin"}]}')
     with pytest.raises(FormatError, match="is a chunk of LitData"):
         midepoch.from_tokens(tmp_path / "chunk-0-0.bin", 8, dtype="uint16")
-
-
-def test_a_file_that_was_away_while_files_were_chosen_is_found(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    away, walk = folder.with_name("away"), listing.walked
-
-    def walked(path: str, visited: list[str]) -> Any:
-        (folder / "part-1.parquet").rename(away)
-        try:
-            return walk(path, visited)
-        finally:
-            away.rename(folder / "part-1.parquet")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(listing, "walked", walked)
-        assert len(midepoch.from_files(folder)) == 20
-    assert len(midepoch.from_files(folder)) == 30
 
 
 def test_a_file_and_its_folder(tmp_path: Path) -> None:
@@ -275,47 +252,46 @@ def test_links_to_themselves_and_odd_times(folder: Path, tmp_path: Path) -> None
         assert len(midepoch.from_files(f"{folder}/part-*")) == 30
 
 
-def test_media_and_tokens_are_chosen_once(tmp_path: Path, chosen: list[str], caplog: pytest.LogCaptureFixture) -> None:
+def test_media_and_tokens_are_indexed_once(tmp_path: Path, built: list[str], caplog: pytest.LogCaptureFixture) -> None:
     media_files.write(tmp_path / "images", ["a/1.png", "b/2.png"])
     np.save(tmp_path / "tokens.npy", np.arange(32, dtype=np.uint16))
     for _ in range(2):
         assert len(midepoch.from_files(tmp_path / "images")) == 2
         assert len(midepoch.from_tokens(tmp_path / "tokens.npy", 8)) == 4
-    assert len(chosen) == 2
+    assert len(built) == 2
     (tmp_path / "images" / "metadata.csv").write_text("file_name,text\na/1.png,x\nb/2.png,y\n")
     media_files.write(tmp_path / "images", ["c/3.png"])
     with caplog.at_level(logging.WARNING):
         assert midepoch.from_files(tmp_path / "images").column_names != ["image", "label"]
 
 
-def test_no_validation_and_a_forced_index(folder: Path, chosen: list[str]) -> None:
+def test_no_validation_and_a_forced_index(folder: Path, built: list[str]) -> None:
     midepoch.from_files(folder, validate=False)
     midepoch.from_files(folder, validate=False)
     midepoch.from_files(folder)
-    assert len(chosen) == 1
+    assert len(built) == 1
     midepoch.from_files(folder, force_reindex=True)
-    assert len(chosen) == 2
+    assert len(built) == 2
     midepoch.from_files(folder)
-    assert len(chosen) == 2
+    assert len(built) == 2
 
 
-def test_the_index_may_be_beside_the_data(folder: Path, chosen: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """It changes with every index, so that the files are chosen each time."""
+def test_the_index_may_be_beside_the_data(folder: Path, built: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(folder)
     for index_dir in (folder / "index", ".other", folder):
         for _ in range(3):
             assert len(midepoch.from_files(folder, index_dir=index_dir)) == 30
-    assert len(chosen) == 9
+    assert len(built) == 3
     write(folder / "index" / "new.parquet", range(5))
     assert len(midepoch.from_files(folder, index_dir=folder / "index")) == 35
 
 
-def test_prefixes_are_chosen_once(tmp_path: Path, chosen: list[str]) -> None:
+def test_prefixes_are_indexed_once(tmp_path: Path, built: list[str]) -> None:
     prefixes = [write_megatron(tmp_path / name, [[[1, 2]]] * 3) for name in "ab"]
     for _ in range(3):
         assert len(midepoch.from_megatron(prefixes)) == 6
         assert len(midepoch.from_megatron(tmp_path)) == 6
-        assert len(chosen) == 2
+        assert len(built) == 2
     write_megatron(tmp_path / "b", [[[1, 2]]] * 5)
     assert len(midepoch.from_megatron(prefixes)) == len(midepoch.from_megatron(tmp_path)) == 8
 
