@@ -18,7 +18,6 @@ import tempfile
 import time
 import weakref
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from functools import partial
 from importlib import import_module
@@ -26,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from midepoch.checkpoint import manifest as manifests
-from midepoch.checkpoint.files import BytesSource, Checksums, FileSource, SideThread, read_verified, verify_file
+from midepoch.checkpoint.files import BytesSource, Checksums, FileSource, read_verified, verify_file
 from midepoch.checkpoint.manifest import Manifest
 from midepoch.checkpoint.store import NUMBER, STALE, Copy, Object
 from midepoch.errors import CheckpointDamagedError, CheckpointError
@@ -38,8 +37,8 @@ _BINARY = getattr(os, "O_BINARY", 0)
 _NO_PLAIN_FILE = (errno.ELOOP, errno.ENOTDIR, errno.ENXIO, errno.EISDIR, errno.ENAMETOOLONG)
 _UNREADABLE = (errno.EACCES, errno.EPERM, errno.EIO)
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EFBIG)
-_WRITE_AHEAD = 128 << 20
-"""Bytes written before their sync is started."""
+_WRITE_AHEAD = 16 << 20
+"""Least bytes of a write that the disk is told of. It need not keep them in memory either: nobody reads them soon."""
 _COPY = re.compile(rf"step_{NUMBER}\Z|\.step_{NUMBER}\.[0-9a-f]+\.(saving|old)\Z")
 _PAUSE, _TIMEOUT = 0.005, 10.0
 """Seconds between two looks, and seconds to wait for the removal of an empty folder."""
@@ -74,52 +73,30 @@ class LocalSource:
 
 
 class LocalSink:
-    """Sink into a local file that syncs in the background while it is written: the final sync has little to do."""
+    """Sink into a local file. The disk begins while it is written, so that the sync at the end has little to do."""
 
     def __init__(self, fd: int) -> None:
-        self._fd, self._unsynced = fd, 0
-        self._thread = SideThread("sync")
-        self._syncing: Future[None] | None = None
+        self._fd, self._size = fd, 0
 
     def write(self, data: memoryview, /) -> None:
+        start = self._size
         while len(data):
             size = os.write(self._fd, data)
             data = data[size:]
-            self._unsynced += size
-        if self._unsynced >= _WRITE_AHEAD and (self._syncing is None or self._syncing.done()):
-            self.settle()
-            self._unsynced = 0
-            self._syncing = self._thread.submit(_sync_and_close, os.dup(self._fd))
-
-    def settle(self) -> None:
-        """Wait for the sync in the background. Raises its error, which a later sync may not report again."""
-        if self._syncing is not None:
-            self._syncing.result()
-
-    def close(self) -> None:
-        self._thread.close()
-
-
-def _sync_and_close(fd: int) -> None:
-    """Sync and close a duplicate descriptor: Ctrl-C may close the original one while the sync runs."""
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
+            self._size += size
+        if self._size - start >= _WRITE_AHEAD and hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(self._fd, start, self._size - start, os.POSIX_FADV_DONTNEED)
 
 
 @contextmanager
 def create_file(path: Path) -> Iterator[LocalSink]:
     """Create a file that survives a power loss once the context is left."""
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | _NO_FOLLOW | _BINARY, 0o666)
-    sink = LocalSink(fd)
     try:
-        yield sink
-        sink.settle()
+        yield LocalSink(fd)
         os.fsync(fd)
     finally:
         os.close(fd)
-        sink.close()
 
 
 def open_file(folder: Path, name: str) -> LocalSource:

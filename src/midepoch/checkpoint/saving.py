@@ -9,7 +9,6 @@ import secrets
 import sys
 import time
 from collections.abc import Callable, Mapping
-from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,7 +18,7 @@ from midepoch.checkpoint import manifest as manifests
 from midepoch.checkpoint import rng, stateful
 from midepoch.checkpoint.arrays import write_arrays
 from midepoch.checkpoint.backends import Backend
-from midepoch.checkpoint.files import Checksums, ChecksumSink, SideThread, file_checksums
+from midepoch.checkpoint.files import Checksums, ChecksumSink, file_checksums
 from midepoch.checkpoint.manifest import Manifest
 from midepoch.checkpoint.rendezvous import Follower, Leader, Members, Notes, lead
 from midepoch.checkpoint.store import Steps
@@ -270,8 +269,8 @@ def _write(steps: Steps, job: SaveJob, token: str, world: World) -> dict[str, Ch
             summing.write(memoryview(json.dumps(encoded.json, allow_nan=False).encode()))
             written[f"{part}.json"] = summing.checksums
         if encoded.arrays:
-            with closing(SideThread("sum")) as thread, steps.sink(job.step, token, f"{part}.safetensors") as sink:
-                summing = ChecksumSink(sink, thread)
+            with steps.sink(job.step, token, f"{part}.safetensors") as sink:
+                summing = ChecksumSink(sink)
                 write_arrays(summing, encoded.arrays)
                 written[f"{part}.safetensors"] = summing.checksums
     return written
