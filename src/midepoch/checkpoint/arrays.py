@@ -193,12 +193,20 @@ def _tensor_over(spec: ArraySpec, data: Bytes) -> Any:
         import torch
     except ImportError:
         return data.view(_numpy_dtype(spec.dtype)).reshape(spec.shape)
-    dtype = getattr(torch, spec.dtype, None)
-    if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"this torch has no dtype {spec.dtype!r}")
+    dtype = torch_dtype(spec.dtype)
     if not len(data):
         return torch.empty(spec.shape, dtype=dtype)
     return torch.from_numpy(data).view(dtype).reshape(spec.shape)
+
+
+def torch_dtype(name: str) -> Any:
+    """Return the dtype of this name. Raises ValueError if torch has none."""
+    import torch
+
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"this torch has no dtype {name!r:.40}")
+    return dtype
 
 
 def _dtype_name(dtype: Any) -> str:

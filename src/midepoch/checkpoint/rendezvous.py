@@ -158,13 +158,14 @@ class _Member:
     timeout: float
     members: Members
     _started: float = field(default_factory=lambda: time.time(), init=False)
+    _listed: set[str] = field(default_factory=set, init=False)
 
     def _wait(self, own: str, action: str, awaited: Callable[[], Iterable[int]], look: Callable[[], T | None]) -> T:
-        """Look until there is a result. Raises RankError if a rank that is awaited for an action died or stays silent.
+        """Look until there is a result. RankError if a rank that is awaited for an action has died or stays silent.
 
-        ``own``: the note of this rank that shows that it waits. RankError, too, if it has vanished since the last look.
+        ``own``: the note of this rank that shows that it waits. If it has vanished since an earlier look: RankError.
         """
-        backoff, was_listed = Backoff(self.timeout, self.notes.store.poll_interval), False
+        backoff = Backoff(self.timeout, self.notes.store.poll_interval)
         of_all = "" if self.world.rank else f" of {self.world.size}"
 
         def late() -> str:
@@ -178,9 +179,10 @@ class _Member:
                 return result
             for rank in set(dead) & set(awaited()):
                 raise RankError(f"rank {rank}{of_all} has died before it could {action}.")
-            if was_listed and not is_listed:
+            if own in self._listed and not is_listed:
                 raise RankError(f"another rank failed and could not write why ({self.notes.group}): see its own error.")
-            was_listed = is_listed
+            if is_listed:
+                self._listed.add(own)
             if not backoff.pause(lambda: f"rank {self.world.rank} waits for {late()} to {action}. {_ALL_RANKS}"):
                 raise RankError(
                     f"{late()} did not {action} within {self.timeout:g} s: it has died, is at another step, or does "

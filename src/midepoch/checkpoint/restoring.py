@@ -14,14 +14,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from midepoch.checkpoint import files, rng, stateful
-from midepoch.checkpoint.arrays import StoredArray, find_arrays
 from midepoch.checkpoint.backends import Backend, Restorable
 from midepoch.checkpoint.local import verified
 from midepoch.checkpoint.manifest import Manifest, checked_name
 from midepoch.checkpoint.rendezvous import Follower, Leader, Members, Notes, lead
 from midepoch.checkpoint.saving import BACKEND_PART, Contents, rank_part
 from midepoch.checkpoint.store import StepRemovedError, Steps
-from midepoch.checkpoint.tree import StoredTree, array_specs
+from midepoch.checkpoint.tree import StoredTree
 from midepoch.distributed.world import World
 from midepoch.errors import CheckpointDamagedError, CheckpointError, CheckpointMismatchError, CheckpointNotFoundError
 
@@ -61,16 +60,14 @@ class Step:
 
     def open(self, part: str) -> StoredTree:
         """Return the tree of a part, its arrays not read yet."""
-        tree = self.json(part)
-        specs = array_specs(tree)
-        arrays: Mapping[str, StoredArray] = {}
-        if specs:
-            name = f"{part}.safetensors"
+        name = f"{part}.safetensors"
+
+        def source() -> files.FileSource:
             if name not in self.manifest.files:
                 raise CheckpointDamagedError(f"{name} is missing")
-            source = verified(self.steps.source(self.manifest, name), self.manifest.files[name], name)
-            arrays = find_arrays(source, specs.items())
-        return StoredTree(tree, arrays, self.allow_pickle)
+            return verified(self.steps.source(self.manifest, name), self.manifest.files[name], name)
+
+        return StoredTree.opened(self.json(part), source, self.allow_pickle)
 
     def data_part(self, world: World) -> str:
         """Return the name of the part with this rank's state of the pipeline."""

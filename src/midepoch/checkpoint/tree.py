@@ -15,11 +15,13 @@ from __future__ import annotations
 
 import base64
 import io
+import json
 import math
 import pickle
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from importlib import import_module
 from typing import Any
 
 import numpy as np
@@ -35,6 +37,7 @@ from midepoch.checkpoint.arrays import (
     is_array,
     make_array,
 )
+from midepoch.checkpoint.files import FileSource, Sink
 from midepoch.errors import CheckpointDamagedError, CheckpointError
 
 INLINE = 8 << 10
@@ -50,6 +53,14 @@ class EncodedTree:
 
     json: Any = None
     arrays: dict[str, tuple[ArraySpec, Any]] = field(default_factory=dict)
+
+    def files(self, name: str) -> dict[str, Callable[[Sink], Any]]:
+        """Return the names of the files of this tree, and a function for each that writes it."""
+        text = json.dumps(self.json, allow_nan=False).encode()
+        files: dict[str, Callable[[Sink], Any]] = {f"{name}.json": lambda sink: sink.write(memoryview(text))}
+        if self.arrays:
+            files[f"{name}.safetensors"] = lambda sink: arrays.write_arrays(sink, self.arrays)
+        return files
 
 
 def encode(
@@ -305,8 +316,8 @@ class _Decoder:
             "counter": lambda node: Counter(self.value(node["items"])),
             "bytes": lambda node: base64.b64decode(node["data"], validate=True),
             "state_dict": self._state_dict,
-            "torch.dtype": _torch_value,
-            "torch.device": _torch_value,
+            "torch.dtype": lambda node: arrays.torch_dtype(_text(node["is"])),
+            "torch.device": lambda node: import_module("torch").device(_text(node["is"])),
             "pickle": self._pickle,
         }
 
@@ -344,18 +355,6 @@ class _Decoder:
         return pickle.loads(base64.b64decode(node["data"], validate=True))
 
 
-def _torch_value(node: dict[str, Any]) -> Any:
-    import torch
-
-    text = _text(node["is"])
-    if node["$"] == "torch.device":
-        return torch.device(text)
-    dtype = getattr(torch, text)
-    if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"{text!r} is no dtype of torch")
-    return dtype
-
-
 def _parse_spec(node: dict[str, Any]) -> ArraySpec:
     try:
         shape = tuple(node["shape"])
@@ -383,6 +382,12 @@ class StoredTree:
     json: Any
     arrays: Mapping[str, StoredArray]
     allow_pickle: bool = False
+
+    @staticmethod
+    def opened(json: Any, source: Callable[[], FileSource], allow_pickle: bool = False) -> StoredTree:
+        """Return the tree of this JSON, its arrays in a file that is opened if there are any."""
+        specs = array_specs(json)
+        return StoredTree(json, arrays.find_arrays(source(), specs.items()) if specs else {}, allow_pickle)
 
     def outline(self) -> Any:
         """Return the tree with a ``StoredArray`` for each array, to check whether it fits."""
