@@ -86,14 +86,15 @@ class DcpBackend:
                 with self._current(models, name) as current:
                     fit({key: value for key, (_, value) in current.items()}, outline, name)
             else:
-                check_fits(model, decode(saved["tree"], outline, allow_pickle=self._allow_pickle), name)
-            loaded.append(Restorable(name, partial(self._restore, folder, models, name, saved)))
+                outline = decode(saved["tree"], outline, allow_pickle=self._allow_pickle)
+                check_fits(model, outline, name)
+            loaded.append(Restorable(name, partial(self._restore, folder, models, name, saved, outline)))
         return loaded
 
-    def _restore(self, folder: Path, models: Mapping[str, Any], name: str, saved: Any) -> None:
+    def _restore(self, folder: Path, models: Mapping[str, Any], name: str, saved: Any, outline: Any) -> None:
         """Read into the existing tensors where possible, and into new ones elsewhere."""
         if saved["by"] != "names":
-            targets = restore_targets(models[name], saved["tree"])
+            targets = restore_targets(models[name], outline)
             load_state(models[name], self._tree(folder, name, saved["tree"], targets), name)
             return
         with self._current(models, name) as current:

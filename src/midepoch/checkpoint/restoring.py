@@ -161,7 +161,7 @@ class LoadedStep:
 def _loaded(name: str, target: Any, stored: StoredTree) -> LoadedPart:
     if stateful.reads_lazily(target):
         outline = stored.outline()
-        return LoadedPart(name, target, outline, lambda: stored.read(stateful.restore_targets(target, stored.json)))
+        return LoadedPart(name, target, outline, lambda: stored.read(stateful.restore_targets(target, outline)))
     tree = stored.read()
     return LoadedPart(name, target, tree, lambda: tree)
 

@@ -19,7 +19,7 @@ import json
 import math
 import pickle
 from collections import Counter
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any
@@ -257,37 +257,20 @@ class StateDict(dict[str, Any]):
 
 def array_specs(json: Any) -> dict[str, ArraySpec]:
     """Return the specifications of the stored arrays of a tree, by name; raises CheckpointDamagedError."""
-    return {node["name"]: _parse_spec(node) for node, _ in _stored_arrays(json, ())}
+    specs: dict[str, ArraySpec] = {}
 
+    def find(node: Any, depth: int) -> None:
+        if depth > 3 * _DEEPEST:
+            raise CheckpointDamagedError("a tree of values is too deep")
+        if isinstance(node, dict) and node.get("$") == "array" and "name" in node:
+            if not isinstance(node["name"], str):
+                raise CheckpointDamagedError(f"an array named {node['name']!r:.40}")
+            specs[node["name"]] = _parse_spec(node)
+        for inner in node.values() if isinstance(node, dict) else node if isinstance(node, list) else ():
+            find(inner, depth + 1)
 
-def array_paths(json: Any) -> dict[str, list[tuple[str, ...]]]:
-    """Return the paths of the stored arrays in a tree, by name: tied weights have several."""
-    paths: dict[str, list[tuple[str, ...]]] = {}
-    for node, path in _stored_arrays(json, ()):
-        paths.setdefault(node["name"], []).append(path)
-    return paths
-
-
-def _stored_arrays(node: Any, path: tuple[str, ...]) -> Iterator[tuple[dict[str, Any], tuple[str, ...]]]:
-    """Iterate over the stored arrays of a tree and their paths; raises CheckpointDamagedError."""
-    if len(path) > 3 * _DEEPEST:
-        raise CheckpointDamagedError("a tree of values is too deep")
-    if isinstance(node, dict) and node.get("$") == "array" and "name" in node:
-        if not isinstance(node["name"], str):
-            raise CheckpointDamagedError(f"an array named {node['name']!r:.40}")
-        yield node, path
-    for name, inner in _children(node):
-        yield from _stored_arrays(inner, (*path, name))
-
-
-def _children(node: Any) -> Iterable[tuple[str, Any]]:
-    if isinstance(node, list):
-        return ((str(number), inner) for number, inner in enumerate(node))
-    if not isinstance(node, dict):
-        return ()
-    if node.get("$") == "dict" and isinstance(node.get("items"), list):  # an entry is identified by its key
-        return ((f"${pair[0]!r}" if isinstance(pair, list) and pair else "$", pair) for pair in node["items"])
-    return node.items()
+    find(json, 0)
+    return specs
 
 
 def decode(json: Any, stored: Mapping[str, Any], *, allow_pickle: bool = False) -> Any:
