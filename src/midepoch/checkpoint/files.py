@@ -12,6 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
@@ -116,14 +117,11 @@ def verify_file(
 
 def file_checksums(path: Path) -> Checksums:
     """Return the checksums of a local file."""
-    size, crc32 = 0, list[int]()
+    summing = ChecksumSink(SimpleNamespace(write=len))
     with path.open("rb") as file:
         while chunk := file.read(_CHUNK):
-            if not size % PIECE:
-                crc32.append(0)
-            crc32[-1] = zlib.crc32(chunk, crc32[-1])
-            size += len(chunk)
-    return Checksums(size, tuple(crc32))
+            summing.write(memoryview(chunk))
+    return summing.checksums
 
 
 class BytesSource:

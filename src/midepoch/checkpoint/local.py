@@ -9,6 +9,7 @@ step_100/                     a step: manifest.json and the files it names
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import re
 import secrets
@@ -20,7 +21,6 @@ import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -30,10 +30,6 @@ from midepoch.checkpoint.manifest import Manifest
 from midepoch.checkpoint.store import NUMBER, STALE, Copy, Object
 from midepoch.errors import CheckpointDamagedError, CheckpointError
 
-# Windows has none: attempts of dead processes are then removed by their age.
-fcntl: Any = import_module("fcntl") if os.name == "posix" else None
-_NO_FOLLOW = getattr(os, "O_NOFOLLOW", 0)
-_BINARY = getattr(os, "O_BINARY", 0)
 _NO_PLAIN_FILE = (errno.ELOOP, errno.ENOTDIR, errno.ENXIO, errno.EISDIR, errno.ENAMETOOLONG)
 _UNREADABLE = (errno.EACCES, errno.EPERM, errno.EIO)
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EFBIG)
@@ -91,7 +87,7 @@ class LocalSink:
 @contextmanager
 def create_file(path: Path) -> Iterator[LocalSink]:
     """Create a file that survives a power loss once the context is left."""
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | _NO_FOLLOW | _BINARY, 0o666)
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
     try:
         yield LocalSink(fd)
         os.fsync(fd)
@@ -105,7 +101,7 @@ def open_file(folder: Path, name: str) -> LocalSource:
     if "/" in name and os.path.realpath(path.parent) != os.path.join(os.path.realpath(folder), os.path.dirname(name)):
         raise CheckpointDamagedError(f"{name} is outside of the folder of its step")
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | _NO_FOLLOW | _BINARY)
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW)
     except OSError as problem:
         if problem.errno in _NO_PLAIN_FILE:
             raise CheckpointDamagedError(f"{name} is not a regular file ({problem.strerror})") from None
@@ -173,9 +169,7 @@ NO_LOCKS = Lock(None)
 
 
 def try_lock(folder: Path) -> Lock | None:
-    """Lock a folder. Returns NO_LOCKS where locks are not supported, None if it is locked."""
-    if fcntl is None:
-        return NO_LOCKS
+    """Lock a folder. Returns NO_LOCKS on a file system without locks, None if it is locked."""
     fd = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
     lock = Lock(fd)
     try:
@@ -383,15 +377,14 @@ class LocalStore:
                 os.rename(self.path / copy.place, self.path / f"step_{copy.step}")
 
     def discard(self, copy: Copy) -> None:
+        if copy.signature is not None:
+            sync(self.path)  # its process may have failed in this: a loss of power could take the newest copy back
         path = self.path / copy.place
         if path.is_dir() and not path.is_symlink():
             (path / manifests.NAME).unlink(missing_ok=True)
             shutil.rmtree(path, ignore_errors=True)
         else:
             path.unlink(missing_ok=True)
-
-    def harden(self) -> None:
-        sync(self.path)
 
     def retire(self, copy: Copy) -> None:
         path = self.path / copy.place

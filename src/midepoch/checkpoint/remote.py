@@ -257,9 +257,6 @@ class RemoteStore:
         self._objects.delete([name for name in self._objects.list(copy.place) if not name.endswith(f"/{_CLAIM}")])
         self._objects.delete([f"{copy.place}/{_CLAIM}"])
 
-    def harden(self) -> None:
-        """A commit is durable when it is seen."""
-
     def retire(self, copy: Copy) -> None:
         if self._is_abandoned(copy):
             self.discard(copy)

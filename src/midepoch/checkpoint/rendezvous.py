@@ -50,8 +50,7 @@ def _after_fork() -> None:
     _process_started = time.time()
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)
+os.register_at_fork(after_in_child=_after_fork)
 
 
 class RankError(CheckpointError):

@@ -124,10 +124,7 @@ class CheckpointStore(Protocol):
         """Remove the traces of a dead process from a step: its claim, and the name that a withdrawn copy has."""
 
     def discard(self, copy: Copy) -> None:
-        """Remove a copy: its manifest first."""
-
-    def harden(self) -> None:
-        """Make the commits durable that can be seen: the process of one may have failed in its last sync."""
+        """Remove a copy: its manifest first. Commits that can be seen are durable before a committed one is removed."""
 
     def retire(self, copy: Copy) -> None:
         """Discard a copy that is not committed, unless its process may be alive."""
@@ -271,7 +268,6 @@ class Steps:
                         self.store.retire(copy)
                 if len(committed) > 1:
                     *replaced, (newest, _) = self._in_order(committed)
-                    self.store.harden()  # a loss of power could take the newest back, and the others are removed
                     for copy, content in replaced:
                         if isinstance(content, (Manifest, CheckpointDamagedError)):  # not of a newer version
                             self.store.discard(copy)
