@@ -19,7 +19,7 @@ import tempfile
 import time
 import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -269,13 +269,11 @@ class LocalStore:
     def source(self, place: str, name: str) -> LocalSource:
         return open_file(self.path / place, name)
 
-    @contextmanager
-    def sink(self, place: str, name: str) -> Iterator[LocalSink]:
+    def sink(self, place: str, name: str) -> AbstractContextManager[LocalSink]:
         path = self.path / place / name
         if "/" in name:
             path.parent.mkdir(parents=True, exist_ok=True)
-        with create_file(path) as sink:
-            yield sink
+        return create_file(path)
 
     @contextmanager
     def scratch(self, place: str, name: str) -> Iterator[Path]:
@@ -286,9 +284,8 @@ class LocalStore:
             sync(path)
         sync(folder)
 
-    @contextmanager
-    def local_copy(self, manifest: Manifest) -> Iterator[Path]:
-        yield self.path / manifest.place
+    def local_copy(self, manifest: Manifest) -> AbstractContextManager[Path]:
+        return nullcontext(self.path / manifest.place)
 
     # Copies
 
@@ -372,7 +369,9 @@ class LocalStore:
         return copy._replace(place=place)
 
     def settle(self, copy: Copy) -> None:
-        if copy.is_withdrawn:
+        if copy.signature is None:
+            self._discard_abandoned(copy)
+        elif copy.is_withdrawn:
             with suppress(OSError):
                 os.rename(self.path / copy.place, self.path / f"step_{copy.step}")
 
@@ -386,7 +385,7 @@ class LocalStore:
         else:
             path.unlink(missing_ok=True)
 
-    def retire(self, copy: Copy) -> None:
+    def _discard_abandoned(self, copy: Copy) -> None:
         path = self.path / copy.place
         lock = NO_LOCKS if (is_old := copy.place.endswith(".old")) else try_lock(path)
         if lock is None:

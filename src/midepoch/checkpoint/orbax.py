@@ -19,12 +19,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from midepoch.checkpoint import stateful
-from midepoch.checkpoint.arrays import (
-    SAFETENSORS,
-    ArraySpec,
-    bytes_of,
-    make_array,
-)
+from midepoch.checkpoint.arrays import SAFETENSORS, ArraySpec, bytes_of, make_array
 from midepoch.checkpoint.backends import ReadJson, Restorable, Snapshot, quoted_name
 from midepoch.checkpoint.files import BytesSource
 from midepoch.checkpoint.stateful import check_fits, load_state, state_of

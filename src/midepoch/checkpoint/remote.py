@@ -247,8 +247,11 @@ class RemoteStore:
         return copy  # no two copies have the same name
 
     def settle(self, copy: Copy) -> None:
-        if copy.is_claimed and self._is_abandoned(copy):
-            self._objects.delete([f"{copy.place}/{_CLAIM}"])
+        if (copy.is_claimed or copy.signature is None) and self._is_abandoned(copy):
+            if copy.signature is None:
+                self.discard(copy)
+            else:
+                self._objects.delete([f"{copy.place}/{_CLAIM}"])
 
     def discard(self, copy: Copy) -> None:
         if copy.signature is not None:
@@ -256,10 +259,6 @@ class RemoteStore:
             self._objects.delete([f"{copy.place}/{manifests.NAME}"])
         self._objects.delete([name for name in self._objects.list(copy.place) if not name.endswith(f"/{_CLAIM}")])
         self._objects.delete([f"{copy.place}/{_CLAIM}"])
-
-    def retire(self, copy: Copy) -> None:
-        if self._is_abandoned(copy):
-            self.discard(copy)
 
     def _is_abandoned(self, copy: Copy) -> bool:
         """Return True if the process of a copy is dead, or nothing of it has changed for a day."""
