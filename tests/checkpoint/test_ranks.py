@@ -341,9 +341,9 @@ def test_a_rank_that_has_said_that_it_is_done_may_die(tmp_path: Path, monkeypatc
     leader = Leader(notes, World(0, 2), timeout=60, members=Members(store, World(0, 2)), token="t")
     leader._present = {1: ("n", {})}
 
-    def dies(_note: Any) -> bool:
+    def dies(*_: Any) -> bool:
         notes.put("done-1-n", payload="all written")
         return True
 
-    monkeypatch.setattr("midepoch.checkpoint.rendezvous.is_dead", dies)
+    monkeypatch.setattr(Members, "has_died", dies)
     assert leader.gather() == {1: "all written"}

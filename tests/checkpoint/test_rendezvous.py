@@ -34,7 +34,7 @@ import numpy as np
 from counting import Numbers
 from pathlib import Path
 from midepoch.checkpoint import *
-from midepoch.checkpoint import saving
+from midepoch.checkpoint import arrays
 
 folder, case = Path(sys.argv[1]), sys.argv[2]
 
@@ -54,12 +54,12 @@ def save(rank):
             except OSError:
                 pass
     if case == "model of rank 0" and rank == 0:
-        write = saving.write_arrays
+        write = arrays.write_arrays
         def later(*arguments):  # when the others have nothing more to write
             while len(list(folder.glob(".ranks/*/done-*"))) < 2:
                 time.sleep(0.01)
             write(*arguments)
-        saving.write_arrays = later
+        arrays.write_arrays = later
     pipeline = Large() if case == "state of rank 2" and rank == 2 else Numbers()
     model = {"w": np.zeros(1 << 18)} if case == "model of rank 0" else None
     try:

@@ -193,12 +193,20 @@ def _tensor_over(spec: ArraySpec, data: Bytes) -> Any:
         import torch
     except ImportError:
         return data.view(_numpy_dtype(spec.dtype)).reshape(spec.shape)
-    dtype = getattr(torch, spec.dtype, None)
-    if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"this torch has no dtype {spec.dtype!r}")
+    dtype = torch_dtype(spec.dtype)
     if not len(data):
         return torch.empty(spec.shape, dtype=dtype)
     return torch.from_numpy(data).view(dtype).reshape(spec.shape)
+
+
+def torch_dtype(name: str) -> Any:
+    """Return the dtype of this name. Raises ValueError if torch has none."""
+    import torch
+
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"this torch has no dtype {name!r:.40}")
+    return dtype
 
 
 def _dtype_name(dtype: Any) -> str:
@@ -310,28 +318,16 @@ class StoredArray:
         """Fill a torch or numpy array of the same specification, and return it."""
         if self.spec.library == "numpy":
             self._fill(target.reshape(-1).view(np.uint8))
-        elif not target.is_contiguous():
+        elif target.device.type != "cpu" or not target.is_contiguous():
             target.detach().copy_(self.read())
         elif target.numel():
-            flat = flat_bytes(target)
-            if target.device.type == "cpu":
-                self._fill(flat.numpy())
-            else:
-                self._fill_device(flat)
+            self._fill(flat_bytes(target).numpy())
         return target
 
     def _fill(self, data: Bytes) -> None:
         starts = range(0, len(data), _CHUNK)
         threads = _READERS if len(starts) > 1 else 1
         run_in_threads(threads, lambda start: self._read(data[start : start + _CHUNK], start), starts)
-
-    def _fill_device(self, flat: Any) -> None:
-        torch: Any = sys.modules["torch"]
-        chunk = np.empty(min(_CHUNK, len(flat)), np.uint8)
-        for start in range(0, len(flat), _CHUNK):
-            part = chunk[: len(flat) - start]
-            self._read(part, start)
-            flat[start : start + len(part)].copy_(torch.from_numpy(part))
 
     def _read(self, data: Bytes, start: int) -> None:
         if self.source.read_into(data.data, self.offset + start) != len(data):

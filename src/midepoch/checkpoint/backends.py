@@ -33,10 +33,12 @@ class Snapshot:
 
 @dataclass(frozen=True)
 class Restorable:
-    """Model or optimizer whose saved values fit."""
+    """Part of a verified step, to be restored once all parts fit."""
 
     name: str
     restore: Callable[[], None]
+    check: Callable[[], None] = lambda: None
+    """Raises CheckpointMismatchError if it does not fit. Changes nothing."""
 
 
 class Backend(Protocol):

@@ -180,16 +180,15 @@ def _at_exit() -> None:
 
 def _finish_at_exit(background: Background) -> bool:
     """Wait at exit. The first Ctrl-C does not lose the save, a second one ends the process."""
-    try:
-        return background.log_error()
-    except KeyboardInterrupt:
-        _log.warning("waiting for a checkpoint to be saved. Interrupt again to exit without it.")
-    try:
-        return background.log_error()
-    except KeyboardInterrupt:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-        signal.raise_signal(signal.SIGINT)
-        return False
+    for is_last in (False, True):
+        try:
+            return background.log_error()
+        except KeyboardInterrupt:
+            if is_last:
+                signal.signal(signal.SIGINT, signal.SIG_DFL)
+                signal.raise_signal(signal.SIGINT)
+            _log.warning("waiting for a checkpoint to be saved. Interrupt again to exit without it.")
+    return False
 
 
 class _FailingStderr:
@@ -217,7 +216,6 @@ def _after_fork() -> None:
     _unfinished.clear()
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)
+os.register_at_fork(after_in_child=_after_fork)
 # Runs before the interpreter forbids new threads to executors, which is before it waits for threads: a save needs them.
 getattr(threading, "_register_atexit", atexit.register)(_at_exit)

@@ -36,13 +36,13 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from midepoch._internal.values import reason
-from midepoch.checkpoint.arrays import ArraySpec, StoredArray, bytes_of, is_sharded, make_array
+from midepoch.checkpoint.arrays import ArraySpec, StoredArray, bytes_of, is_sharded, make_array, torch_dtype
 from midepoch.checkpoint.backends import ReadJson, Restorable, Snapshot, quoted_name
 from midepoch.checkpoint.files import BytesSource
-from midepoch.checkpoint.stateful import check_fits, is_distributed, load_state, restore_targets, state_of
+from midepoch.checkpoint.stateful import check_fits, fit, is_distributed, load_state, restore_targets, state_of
 from midepoch.checkpoint.tree import EncodedTree, array_specs, decode, encode
 from midepoch.distributed.world import World
-from midepoch.errors import CheckpointDamagedError, CheckpointError, CheckpointMismatchError
+from midepoch.errors import CheckpointDamagedError, CheckpointError
 
 _PARTS = "parts.json"
 _MOST_BYTES = 2**62
@@ -80,20 +80,21 @@ class DcpBackend:
             saved = read(name)
             specs = array_specs(saved["tree"])
             _metadata(folder, name, specs)
+            nothing = BytesSource(np.empty(0, np.uint8))
+            outline = {key: StoredArray(key, spec, nothing, 0) for key, spec in specs.items()}
             if saved["by"] == "names":
                 with self._current(models, name) as current:
-                    _check_shapes(specs, {key: spec for key, (spec, _) in current.items()}, name)
+                    fit({key: value for key, (_, value) in current.items()}, outline, name)
             else:
-                nothing = BytesSource(np.empty(0, np.uint8))
-                outline = {key: StoredArray(key, spec, nothing, 0) for key, spec in specs.items()}
-                check_fits(model, decode(saved["tree"], outline, allow_pickle=self._allow_pickle), name)
-            loaded.append(Restorable(name, partial(self._restore, folder, models, name, saved)))
+                outline = decode(saved["tree"], outline, allow_pickle=self._allow_pickle)
+                check_fits(model, outline, name)
+            loaded.append(Restorable(name, partial(self._restore, folder, models, name, saved, outline)))
         return loaded
 
-    def _restore(self, folder: Path, models: Mapping[str, Any], name: str, saved: Any) -> None:
+    def _restore(self, folder: Path, models: Mapping[str, Any], name: str, saved: Any, outline: Any) -> None:
         """Read into the existing tensors where possible, and into new ones elsewhere."""
         if saved["by"] != "names":
-            targets = restore_targets(models[name], saved["tree"])
+            targets = restore_targets(models[name], outline)
             load_state(models[name], self._tree(folder, name, saved["tree"], targets), name)
             return
         with self._current(models, name) as current:
@@ -110,13 +111,14 @@ class DcpBackend:
     def _tree(self, folder: Path, name: str, saved: Any, targets: Mapping[str, Any]) -> Any:
         """Return the saved values, read into the arrays of their names, or into new tensors."""
         specs = array_specs(saved)
+        metadata = _metadata(folder, name, specs)
         tensors = {key: _target(spec, targets.get(key)) for key, spec in specs.items()}
         if tensors:
             sharded = any(is_sharded(tensor) for tensor in tensors.values())
             with _errors_of(self._rank):
                 dcp.load(
                     {f"{name}.{quoted_name(key)}": tensor for key, tensor in tensors.items()},
-                    storage_reader=_Reader(folder, _metadata(folder, name, specs)),
+                    storage_reader=_Reader(folder, metadata),
                     process_group=self._group if sharded else None,
                     no_dist=self._alone or not sharded,
                 )
@@ -171,26 +173,11 @@ def _stored_shape(spec: ArraySpec) -> tuple[int, ...]:
 
 
 def _stored_dtype(spec: ArraySpec) -> torch.dtype:
-    dtype = getattr(torch, spec.dtype, None) if spec.library == "torch" else torch.uint8
-    if not isinstance(dtype, torch.dtype):
-        raise CheckpointDamagedError(f"this torch has no dtype {spec.dtype!r:.40}")
-    return dtype
+    return torch_dtype(spec.dtype) if spec.library == "torch" else torch.uint8
 
 
 def _array(spec: ArraySpec, value: torch.Tensor) -> Any:
     return value if spec.library == "torch" else make_array(spec, value.numpy())
-
-
-def _check_shapes(saved: Mapping[str, ArraySpec], current: Mapping[str, ArraySpec], name: str) -> None:
-    different = sorted(key for key in set(saved) | set(current) if saved.get(key) != current.get(key))
-    if different:
-        key = different[0]
-        cause = f"another model: {len(different)} of {len(saved)} tensors differ"
-        raise CheckpointMismatchError(f"{name}, {key}", _describe(saved.get(key)), _describe(current.get(key)), cause)
-
-
-def _describe(spec: ArraySpec | None) -> str:
-    return f"{spec.dtype} {spec.shape}" if spec is not None else "missing"
 
 
 @contextmanager

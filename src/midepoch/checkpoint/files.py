@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
@@ -52,22 +54,17 @@ class FileSource(Protocol):
 class ChecksumSink:
     """Sink that passes data on and computes its checksums; those of large pieces while the pieces are written."""
 
-    def __init__(self, sink: Sink, thread: SideThread | None = None) -> None:
-        self._sink, self._thread = sink, thread
-        self._size, self._crc = 0, 0
+    def __init__(self, sink: Sink) -> None:
+        self._sink, self._size, self._crc = sink, 0, 0
         self._pieces: list[int] = []
 
     def write(self, data: memoryview, /) -> None:
         while len(data):
             room = PIECE - self._size % PIECE
             part, data = data[:room], data[room:]
-            if self._thread is not None and len(part) > _LARGE:
-                crc = self._thread.submit(zlib.crc32, part, self._crc)
-                self._sink.write(part)
-                self._crc = crc.result()
-            else:
-                self._sink.write(part)
-                self._crc = zlib.crc32(part, self._crc)
+            crc = _beside(len(part) > _LARGE, zlib.crc32, part, self._crc)
+            self._sink.write(part)
+            self._crc = crc()
             self._size += len(part)
             if not self._size % PIECE:
                 self._pieces.append(self._crc)
@@ -120,14 +117,11 @@ def verify_file(
 
 def file_checksums(path: Path) -> Checksums:
     """Return the checksums of a local file."""
-    size, crc32 = 0, list[int]()
+    summing = ChecksumSink(SimpleNamespace(write=len))
     with path.open("rb") as file:
         while chunk := file.read(_CHUNK):
-            if not size % PIECE:
-                crc32.append(0)
-            crc32[-1] = zlib.crc32(chunk, crc32[-1])
-            size += len(chunk)
-    return Checksums(size, tuple(crc32))
+            summing.write(memoryview(chunk))
+    return summing.checksums
 
 
 class BytesSource:
@@ -144,30 +138,18 @@ class BytesSource:
         return len(part)
 
 
-class SideThread:
-    """One thread beside the caller's, started at first use; at interpreter exit, where Python starts no threads,
-    everything runs in the caller's.
+def _beside(in_thread: bool, action: Callable[..., T], *arguments: Any) -> Callable[[], T]:
+    """Start an action in a thread; return a function that waits for its result.
+
+    At interpreter exit, where Python starts no threads, that function runs the action.
     """
-
-    def __init__(self, name: str) -> None:
-        self._name = f"midepoch-{name}"
-        self._pool: ThreadPoolExecutor | None = None
-
-    def submit(self, action: Callable[..., T], *arguments: Any) -> Future[T]:
-        try:
-            self._pool = self._pool or ThreadPoolExecutor(1, thread_name_prefix=self._name)
-            return self._pool.submit(action, *arguments)
-        except RuntimeError:
-            done: Future[T] = Future()
-            try:
-                done.set_result(action(*arguments))
-            except BaseException as problem:
-                done.set_exception(problem)
-            return done
-
-    def close(self) -> None:
-        if self._pool is not None:
-            self._pool.shutdown()
+    if in_thread:
+        with suppress(RuntimeError):
+            pool = ThreadPoolExecutor(1, thread_name_prefix="midepoch-sum")
+            future = pool.submit(action, *arguments)
+            pool.shutdown(wait=False)
+            return future.result
+    return partial(action, *arguments)
 
 
 def run_in_threads(count: int, action: Callable[[Any], Any], values: Iterable[Any]) -> None:

@@ -9,6 +9,7 @@ step_100/                     a step: manifest.json and the files it names
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import re
 import secrets
@@ -18,28 +19,22 @@ import tempfile
 import time
 import weakref
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from midepoch.checkpoint import manifest as manifests
-from midepoch.checkpoint.files import BytesSource, Checksums, FileSource, SideThread, read_verified, verify_file
+from midepoch.checkpoint.files import BytesSource, Checksums, FileSource, read_verified, verify_file
 from midepoch.checkpoint.manifest import Manifest
 from midepoch.checkpoint.store import NUMBER, STALE, Copy, Object
 from midepoch.errors import CheckpointDamagedError, CheckpointError
 
-# Windows has none: attempts of dead processes are then removed by their age.
-fcntl: Any = import_module("fcntl") if os.name == "posix" else None
-_NO_FOLLOW = getattr(os, "O_NOFOLLOW", 0)
-_BINARY = getattr(os, "O_BINARY", 0)
 _NO_PLAIN_FILE = (errno.ELOOP, errno.ENOTDIR, errno.ENXIO, errno.EISDIR, errno.ENAMETOOLONG)
 _UNREADABLE = (errno.EACCES, errno.EPERM, errno.EIO)
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EFBIG)
-_WRITE_AHEAD = 128 << 20
-"""Bytes written before their sync is started."""
+_WRITE_AHEAD = 16 << 20
+"""Least bytes of a write that the disk is told of. It need not keep them in memory either: nobody reads them soon."""
 _COPY = re.compile(rf"step_{NUMBER}\Z|\.step_{NUMBER}\.[0-9a-f]+\.(saving|old)\Z")
 _PAUSE, _TIMEOUT = 0.005, 10.0
 """Seconds between two looks, and seconds to wait for the removal of an empty folder."""
@@ -74,52 +69,30 @@ class LocalSource:
 
 
 class LocalSink:
-    """Sink into a local file that syncs in the background while it is written: the final sync has little to do."""
+    """Sink into a local file. The disk begins while it is written, so that the sync at the end has little to do."""
 
     def __init__(self, fd: int) -> None:
-        self._fd, self._unsynced = fd, 0
-        self._thread = SideThread("sync")
-        self._syncing: Future[None] | None = None
+        self._fd, self._size = fd, 0
 
     def write(self, data: memoryview, /) -> None:
+        start = self._size
         while len(data):
             size = os.write(self._fd, data)
             data = data[size:]
-            self._unsynced += size
-        if self._unsynced >= _WRITE_AHEAD and (self._syncing is None or self._syncing.done()):
-            self.settle()
-            self._unsynced = 0
-            self._syncing = self._thread.submit(_sync_and_close, os.dup(self._fd))
-
-    def settle(self) -> None:
-        """Wait for the sync in the background. Raises its error, which a later sync may not report again."""
-        if self._syncing is not None:
-            self._syncing.result()
-
-    def close(self) -> None:
-        self._thread.close()
-
-
-def _sync_and_close(fd: int) -> None:
-    """Sync and close a duplicate descriptor: Ctrl-C may close the original one while the sync runs."""
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
+            self._size += size
+        if self._size - start >= _WRITE_AHEAD and hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(self._fd, start, self._size - start, os.POSIX_FADV_DONTNEED)
 
 
 @contextmanager
 def create_file(path: Path) -> Iterator[LocalSink]:
     """Create a file that survives a power loss once the context is left."""
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | _NO_FOLLOW | _BINARY, 0o666)
-    sink = LocalSink(fd)
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
     try:
-        yield sink
-        sink.settle()
+        yield LocalSink(fd)
         os.fsync(fd)
     finally:
         os.close(fd)
-        sink.close()
 
 
 def open_file(folder: Path, name: str) -> LocalSource:
@@ -128,7 +101,7 @@ def open_file(folder: Path, name: str) -> LocalSource:
     if "/" in name and os.path.realpath(path.parent) != os.path.join(os.path.realpath(folder), os.path.dirname(name)):
         raise CheckpointDamagedError(f"{name} is outside of the folder of its step")
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | _NO_FOLLOW | _BINARY)
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW)
     except OSError as problem:
         if problem.errno in _NO_PLAIN_FILE:
             raise CheckpointDamagedError(f"{name} is not a regular file ({problem.strerror})") from None
@@ -196,9 +169,7 @@ NO_LOCKS = Lock(None)
 
 
 def try_lock(folder: Path) -> Lock | None:
-    """Lock a folder. Returns NO_LOCKS where locks are not supported, None if it is locked."""
-    if fcntl is None:
-        return NO_LOCKS
+    """Lock a folder. Returns NO_LOCKS on a file system without locks, None if it is locked."""
     fd = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
     lock = Lock(fd)
     try:
@@ -298,13 +269,11 @@ class LocalStore:
     def source(self, place: str, name: str) -> LocalSource:
         return open_file(self.path / place, name)
 
-    @contextmanager
-    def sink(self, place: str, name: str) -> Iterator[LocalSink]:
+    def sink(self, place: str, name: str) -> AbstractContextManager[LocalSink]:
         path = self.path / place / name
         if "/" in name:
             path.parent.mkdir(parents=True, exist_ok=True)
-        with create_file(path) as sink:
-            yield sink
+        return create_file(path)
 
     @contextmanager
     def scratch(self, place: str, name: str) -> Iterator[Path]:
@@ -315,9 +284,8 @@ class LocalStore:
             sync(path)
         sync(folder)
 
-    @contextmanager
-    def local_copy(self, manifest: Manifest) -> Iterator[Path]:
-        yield self.path / manifest.place
+    def local_copy(self, manifest: Manifest) -> AbstractContextManager[Path]:
+        return nullcontext(self.path / manifest.place)
 
     # Copies
 
@@ -401,11 +369,15 @@ class LocalStore:
         return copy._replace(place=place)
 
     def settle(self, copy: Copy) -> None:
-        if copy.is_withdrawn:
+        if copy.signature is None:
+            self._discard_abandoned(copy)
+        elif copy.is_withdrawn:
             with suppress(OSError):
                 os.rename(self.path / copy.place, self.path / f"step_{copy.step}")
 
     def discard(self, copy: Copy) -> None:
+        if copy.signature is not None:
+            sync(self.path)  # its process may have failed in this: a loss of power could take the newest copy back
         path = self.path / copy.place
         if path.is_dir() and not path.is_symlink():
             (path / manifests.NAME).unlink(missing_ok=True)
@@ -413,10 +385,7 @@ class LocalStore:
         else:
             path.unlink(missing_ok=True)
 
-    def harden(self) -> None:
-        sync(self.path)
-
-    def retire(self, copy: Copy) -> None:
+    def _discard_abandoned(self, copy: Copy) -> None:
         path = self.path / copy.place
         lock = NO_LOCKS if (is_old := copy.place.endswith(".old")) else try_lock(path)
         if lock is None:

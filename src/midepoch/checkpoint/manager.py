@@ -383,8 +383,7 @@ class PipelineCheckpoint:
         """Remove a step."""
         self._background.wait()
         if integer(step, "delete") not in self._steps.numbers():
-            there = ", ".join(map(str, self.steps())) or "none"
-            raise CheckpointNotFoundError(f"{self._steps.name} has no step {step}. Existing steps: {there}.")
+            restoring.named_manifest(self._steps, step)  # raises CheckpointNotFoundError
         self._steps.remove(step)
         self._kept -= {step}
 

@@ -19,14 +19,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from midepoch.checkpoint import stateful
-from midepoch.checkpoint.arrays import (
-    SAFETENSORS,
-    ArraySpec,
-    bytes_of,
-    find_arrays,
-    make_array,
-    write_arrays,
-)
+from midepoch.checkpoint.arrays import SAFETENSORS, ArraySpec, bytes_of, make_array
 from midepoch.checkpoint.backends import ReadJson, Restorable, Snapshot, quoted_name
 from midepoch.checkpoint.files import BytesSource
 from midepoch.checkpoint.stateful import check_fits, load_state, state_of
@@ -42,17 +35,17 @@ class DataHandler(ocp.CheckpointHandler):  # type: ignore[misc]
 
     def save(self, directory: Any, args: DataSave) -> None:
         state = stateful.state_of(args.item)
-        rank, size = jax.process_index(), jax.process_count()
-        if stateful.is_global_state(args.item, state) or size == 1:
-            if rank == 0:
-                _write(directory, "data", state)
-        else:
-            _write(directory, f"data-{rank:05d}-of-{size:05d}", state)
+        is_one = stateful.is_global_state(args.item, state) or jax.process_count() == 1
+        if is_one and jax.process_index():
+            return
+        for file, write in encode(state, "data").files("data" if is_one else _own_name()).items():
+            buffer = io.BytesIO()
+            write(buffer)
+            (directory / file).write_bytes(buffer.getvalue())
 
     def restore(self, directory: Any, args: DataRestore) -> Any:
         """Restore into ``args.item`` and return it; CheckpointMismatchError if the state belongs to other data."""
-        own = f"data-{jax.process_index():05d}-of-{jax.process_count():05d}"
-        name = "data" if (directory / "data.json").exists() else own
+        name = "data" if (directory / "data.json").exists() else _own_name()
         if not (directory / f"{name}.json").exists():
             if any(str(path.name).startswith("data-") for path in directory.iterdir()):
                 cause = "each process saved its own state, which only fits the same number of processes"
@@ -80,13 +73,8 @@ class DataRestore(ocp.args.CheckpointArgs):  # type: ignore[misc]
     item: Any
 
 
-def _write(directory: Any, name: str, state: Any) -> None:
-    encoded = encode(state, "data")
-    (directory / f"{name}.json").write_text(json.dumps(encoded.json, allow_nan=False))
-    if encoded.arrays:
-        buffer = io.BytesIO()
-        write_arrays(buffer, encoded.arrays)
-        (directory / f"{name}.safetensors").write_bytes(buffer.getvalue())
+def _own_name() -> str:
+    return f"data-{jax.process_index():05d}-of-{jax.process_count():05d}"
 
 
 def _read(directory: Any, name: str) -> Any:
@@ -94,11 +82,8 @@ def _read(directory: Any, name: str) -> Any:
         text = json.loads((directory / f"{name}.json").read_text())
     except ValueError as problem:
         raise CheckpointDamagedError(f"{directory / name}.json cannot be read: {problem}") from None
-    specs = array_specs(text)
-    if not specs:
-        return decode(text, {})
-    data = np.frombuffer((directory / f"{name}.safetensors").read_bytes(), np.uint8)
-    return StoredTree(text, find_arrays(BytesSource(data), specs.items())).read()
+    arrays = directory / f"{name}.safetensors"
+    return StoredTree.opened(text, lambda: BytesSource(np.frombuffer(arrays.read_bytes(), np.uint8))).read()
 
 
 class OrbaxBackend:

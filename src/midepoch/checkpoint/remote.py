@@ -24,7 +24,8 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from types import SimpleNamespace
+from typing import Any, TypeVar
 
 from midepoch._internal.values import reason
 from midepoch.checkpoint import manifest as manifests
@@ -45,10 +46,6 @@ _NAMES = {
     "endpoint_override": "endpoint",
     "anonymous": "skip_signature",
 }
-
-
-class _ObjectSink(NamedTuple):
-    write: Callable[[memoryview], Any]
 
 
 class Objects:
@@ -124,7 +121,7 @@ class Objects:
     def writer(self, name: str) -> Iterator[Sink]:
         """Sink into a new object; it exists when the context is left without an error."""
         writer = self._call("open_writer", name, buffer_size=_PART_BYTES)
-        yield _ObjectSink(lambda data: self._do(name, lambda: writer.write(data)))
+        yield SimpleNamespace(write=lambda data: self._do(name, lambda: writer.write(data)))
         self._do(name, writer.close)
 
     def delete(self, names: Sequence[str]) -> None:
@@ -163,20 +160,11 @@ def _options(address: str, given: Mapping[str, Any]) -> dict[str, Any]:
         options["client_options"] = {"allow_http": True, **options.get("client_options", {})}
     options.setdefault("retry_config", {"max_retries": 6, "retry_timeout": timedelta(minutes=2)})
     if address.startswith("s3://") and not {"access_key_id", "credential_provider", "skip_signature"} & set(options):
-        provider = _boto3_credentials()
-        if provider is not None:
-            options["credential_provider"] = provider
+        with suppress(ImportError, ValueError):  # those of boto3 if it is installed: obstore looks in fewer places
+            from obstore.auth.boto3 import Boto3CredentialProvider
+
+            options["credential_provider"] = Boto3CredentialProvider()
     return options
-
-
-def _boto3_credentials() -> Any:
-    """Return boto3's credentials (profiles, single sign-on) if it is installed: obstore looks in fewer places."""
-    try:
-        from obstore.auth.boto3 import Boto3CredentialProvider
-
-        return Boto3CredentialProvider()
-    except (ImportError, ValueError):
-        return None
 
 
 _FILE = re.compile(rf"step_{NUMBER}/([0-9a-f]+)/(.+)\Z")
@@ -259,23 +247,18 @@ class RemoteStore:
         return copy  # no two copies have the same name
 
     def settle(self, copy: Copy) -> None:
-        if copy.is_claimed and self._is_abandoned(copy):
-            self._objects.delete([f"{copy.place}/{_CLAIM}"])
+        if (copy.is_claimed or copy.signature is None) and self._is_abandoned(copy):
+            if copy.signature is None:
+                self.discard(copy)
+            else:
+                self._objects.delete([f"{copy.place}/{_CLAIM}"])
 
     def discard(self, copy: Copy) -> None:
         if copy.signature is not None:
             self._claim(copy.place)  # so that other processes can continue if this one dies in between
             self._objects.delete([f"{copy.place}/{manifests.NAME}"])
-        files = self._objects.list(copy.place)
-        self._objects.delete([name for name in files if not name.endswith(f"/{_CLAIM}")])
+        self._objects.delete([name for name in self._objects.list(copy.place) if not name.endswith(f"/{_CLAIM}")])
         self._objects.delete([f"{copy.place}/{_CLAIM}"])
-
-    def harden(self) -> None:
-        """A commit is durable when it is seen."""
-
-    def retire(self, copy: Copy) -> None:
-        if self._is_abandoned(copy):
-            self.discard(copy)
 
     def _is_abandoned(self, copy: Copy) -> bool:
         """Return True if the process of a copy is dead, or nothing of it has changed for a day."""

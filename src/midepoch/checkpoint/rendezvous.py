@@ -50,8 +50,7 @@ def _after_fork() -> None:
     _process_started = time.time()
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)
+os.register_at_fork(after_in_child=_after_fork)
 
 
 class RankError(CheckpointError):
@@ -158,16 +157,36 @@ class _Member:
     timeout: float
     members: Members
     _started: float = field(default_factory=lambda: time.time(), init=False)
-    _was_listed: bool = field(default=False, init=False)
+    _listed: set[str] = field(default_factory=set, init=False)
 
-    def _check_listed(self, is_listed: bool) -> None:
-        """Raise RankError if this rank's note that it waits has vanished since the last call."""
-        if self._was_listed and not is_listed:
-            raise RankError(f"another rank failed and could not write why ({self.notes.group}): see its own error.")
-        self._was_listed = is_listed
+    def _wait(self, own: str, action: str, awaited: Callable[[], Iterable[int]], look: Callable[[], T | None]) -> T:
+        """Look until there is a result. RankError if a rank that is awaited for an action has died or stays silent.
 
-    def _backoff(self) -> Backoff:
-        return Backoff(self.timeout, self.notes.store.poll_interval)
+        ``own``: the note of this rank that shows that it waits. If it has vanished since an earlier look: RankError.
+        """
+        backoff = Backoff(self.timeout, self.notes.store.poll_interval)
+        of_all = "" if self.world.rank else f" of {self.world.size}"
+
+        def late() -> str:
+            return f"rank {', '.join(map(str, sorted(awaited())[:8]))}{of_all}"
+
+        while True:
+            # Checked first: what a rank has written before it died or removed notes can be read now.
+            dead = [rank for rank in awaited() if self.members.has_died(rank)]
+            is_listed = bool(self.notes.get(own))
+            if (result := look()) is not None:
+                return result
+            for rank in set(dead) & set(awaited()):
+                raise RankError(f"rank {rank}{of_all} has died before it could {action}.")
+            if own in self._listed and not is_listed:
+                raise RankError(f"another rank failed and could not write why ({self.notes.group}): see its own error.")
+            if is_listed:
+                self._listed.add(own)
+            if not backoff.pause(lambda: f"rank {self.world.rank} waits for {late()} to {action}. {_ALL_RANKS}"):
+                raise RankError(
+                    f"{late()} did not {action} within {self.timeout:g} s: it has died, is at another step, or does "
+                    f"not see {self.notes.store.name}. {_ALL_RANKS}"
+                )
 
 
 @dataclass
@@ -176,32 +195,25 @@ class Leader(_Member):
 
     token: str
     _answered: set[str] = field(default_factory=set, init=False)
-    _present: dict[int, tuple[str, dict[str, Any]]] = field(default_factory=dict, init=False)  # by rank: number, note
+    _present: dict[int, tuple[str, Any]] = field(default_factory=dict, init=False)  # by rank: number, payload
 
     def admit(self) -> dict[int, Any]:
         """Wait for all ranks; return the payload of each. Raises RankError."""
-        group, size = self.notes.group, self.world.size
-        self.notes.put(f"leader-{self.token}")  # fails early where nothing can be written
-        backoff = self._backoff()
-        while len(self._present) < size - 1:
+
+        def missing() -> set[int]:
+            return set(range(1, self.world.size)) - set(self._present)
+
+        def look() -> bool | None:
             names = self.notes.names()
             for name in names:
                 self._receive(name)
             self.notes.raise_absence(names, self._started)
-            self._check_listed(f"leader-{self.token}" in names)
-            missing = sorted(set(range(1, size)) - set(self._present))
-            for rank in missing:
-                if self.members.has_died(rank):
-                    self.notes.raise_absence(self.notes.names(), self._started)  # written before it exited
-                    raise RankError(f"rank {rank} of {size} has died before it came to {group}.")
-            waiting = f"{group}: waiting for rank {_first(missing)} of {size}. {_ALL_RANKS}"
-            if missing and not backoff.pause(waiting):
-                raise RankError(
-                    f"rank {_first(missing)} of {size} did not come to {group} within {self.timeout:g} s: it has died, "
-                    f"is at another step, or does not see {self.notes.store.name}. {_ALL_RANKS}"
-                )
+            return None if missing() else True
+
+        self.notes.put(f"leader-{self.token}")  # fails early where nothing can be written
+        self._wait(f"leader-{self.token}", f"come to {self.notes.group}", missing, look)
         self.members.arrived()
-        return {rank: note["payload"] for rank, (_, note) in self._present.items()}
+        return {rank: payload for rank, (_, payload) in self._present.items()}
 
     def _receive(self, name: str) -> None:
         topic, rank, number = parse_name(name)
@@ -211,31 +223,22 @@ class Leader(_Member):
             self._answered.add(number)
             self.notes.put(f"answer-{rank}-{number}", token=self.token)
         elif topic == "here" and (note := self.notes.get(name)).get("token") == self.token:
-            self._present[rank] = (number, note)
+            self._present[rank] = number, note["payload"]
             self.members.add(rank, note)
 
     def gather(self) -> dict[int, Any]:
         """Wait until all ranks have finished; return the payload of each. Raises RankError."""
-        backoff = self._backoff()
         done: dict[int, Any] = {}
-        while True:
-            # Checked first: a rank that is dead now has written its notes before.
-            dead = [rank for rank, (_, note) in self._present.items() if rank not in done and is_dead(note)]
-            for rank, (number, _) in self._present.items():
-                if rank not in done and (note := self.notes.get(f"done-{rank}-{number}")):
-                    done[rank] = note
-            for rank, note in done.items():
-                if "error" in note:
-                    raise RankError(f"rank {rank}: {note['error']}")
-            if len(done) == len(self._present):
-                return {rank: note["payload"] for rank, note in done.items()}
-            for rank in dead:
-                if rank not in done:
-                    raise RankError(f"rank {rank} of {self.world.size} has died.")
-            self._check_listed(f"leader-{self.token}" in self.notes.names())
-            if not backoff.pause():
-                late = sorted(set(self._present) - set(done))
-                raise RankError(f"rank {_first(late)} was not done within {self.timeout:g} s.")
+
+        def look() -> bool | None:
+            for rank in self._present.keys() - done:
+                if note := self.notes.get(f"done-{rank}-{self._present[rank][0]}"):
+                    _raise_error(note, f"rank {rank}: ")
+                    done[rank] = note["payload"]
+            return True if done.keys() == self._present.keys() else None
+
+        self._wait(f"leader-{self.token}", f"finish {self.notes.group}", lambda: self._present.keys() - done, look)
+        return done
 
     def go(self) -> None:
         """Let the other ranks begin to write."""
@@ -270,7 +273,7 @@ class Follower(_Member):
     def join(self, payload: Any) -> str:
         """Arrive with a payload; return the token of the attempt. Raises RankError."""
         self.notes.put(self._name("join"))
-        answer = self._wait_for(self._name("answer"), "answer", "join")
+        answer = self._wait_for(self._name("answer"), "answer in", "join")
         self.members.add(0, answer)
         self.notes.put(self._name("here"), token=answer["token"], payload=payload)
         self.token = str(answer["token"])
@@ -310,28 +313,20 @@ class Follower(_Member):
 
     def _wait_for(self, name: str, action: str, own: str) -> dict[str, Any]:
         """Wait for a note of rank 0. ``own``: the note of this rank that shows that it waits."""
-        backoff, group = self._backoff(), self.notes.group
-        self._was_listed = False
+
+        def look() -> dict[str, Any] | None:
+            if note := self.notes.get(name):
+                _raise_error(note)
+                return note
+            if self.token:
+                self.raise_failure()
+            else:
+                absences = [other for other in self.notes.names() if other.startswith("absent-0-")]
+                self.notes.raise_absence(absences, self._started)
+            return None
+
         try:
-            while True:
-                # Checked first: what rank 0 has written before it died or removed notes can be read now.
-                has_died, is_listed = self.members.has_died(0), bool(self.notes.get(self._name(own)))
-                if note := self.notes.get(name):
-                    _raise_error(note)
-                    return note
-                if self.token:
-                    self.raise_failure()
-                else:
-                    absences = [other for other in self.notes.names() if other.startswith("absent-0-")]
-                    self.notes.raise_absence(absences, self._started)
-                if has_died:
-                    raise RankError(f"rank 0 has died before it could {action} ({group}).")
-                self._check_listed(is_listed)
-                if not backoff.pause(f"{group}: rank {self.world.rank} waits for rank 0 to {action}"):
-                    raise RankError(
-                        f"rank 0 did not {action} within {self.timeout:g} s ({group}): it has died, is at another "
-                        f"step, or does not see {self.notes.store.name}."
-                    )
+            return self._wait(self._name(own), f"{action} {self.notes.group}", lambda: (0,), look)
         except RankError:
             self._leave()
             raise
@@ -391,9 +386,9 @@ def _read(store: CheckpointStore, path: str) -> dict[str, Any]:
     return note
 
 
-def _raise_error(note: dict[str, Any]) -> None:
+def _raise_error(note: dict[str, Any], rank: str = "") -> None:
     if "error" in note:
-        raise RankError(str(note["error"]))
+        raise RankError(f"{rank}{note['error']}")
 
 
 def is_dead(note: dict[str, Any]) -> bool:
@@ -403,7 +398,3 @@ def is_dead(note: dict[str, Any]) -> bool:
 def _error_text(problem: BaseException) -> str:
     text = str(problem).strip()
     return f"{type(problem).__name__}: {text}" if text else type(problem).__name__
-
-
-def _first(ranks: list[int]) -> str:
-    return ", ".join(map(str, ranks[:8]))

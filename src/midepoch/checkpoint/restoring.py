@@ -8,20 +8,20 @@ import logging
 import os
 import re
 import secrets
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from midepoch.checkpoint import files, rng, stateful
-from midepoch.checkpoint.arrays import StoredArray, find_arrays
 from midepoch.checkpoint.backends import Backend, Restorable
 from midepoch.checkpoint.local import verified
 from midepoch.checkpoint.manifest import Manifest, checked_name
 from midepoch.checkpoint.rendezvous import Follower, Leader, Members, Notes, lead
 from midepoch.checkpoint.saving import BACKEND_PART, Contents, rank_part
 from midepoch.checkpoint.store import StepRemovedError, Steps
-from midepoch.checkpoint.tree import StoredTree, array_specs
+from midepoch.checkpoint.tree import StoredTree
 from midepoch.distributed.world import World
 from midepoch.errors import CheckpointDamagedError, CheckpointError, CheckpointMismatchError, CheckpointNotFoundError
 
@@ -61,16 +61,14 @@ class Step:
 
     def open(self, part: str) -> StoredTree:
         """Return the tree of a part, its arrays not read yet."""
-        tree = self.json(part)
-        specs = array_specs(tree)
-        arrays: Mapping[str, StoredArray] = {}
-        if specs:
-            name = f"{part}.safetensors"
+        name = f"{part}.safetensors"
+
+        def source() -> files.FileSource:
             if name not in self.manifest.files:
                 raise CheckpointDamagedError(f"{name} is missing")
-            source = verified(self.steps.source(self.manifest, name), self.manifest.files[name], name)
-            arrays = find_arrays(source, specs.items())
-        return StoredTree(tree, arrays, self.allow_pickle)
+            return verified(self.steps.source(self.manifest, name), self.manifest.files[name], name)
+
+        return StoredTree.opened(self.json(part), source, self.allow_pickle)
 
     def data_part(self, world: World) -> str:
         """Return the name of the part with this rank's state of the pipeline."""
@@ -87,25 +85,12 @@ class Step:
 
 
 @dataclass(frozen=True)
-class LoadedPart:
-    """A part of a verified step and its target. Arrays in ``outline`` may not be read yet."""
-
-    name: str
-    target: Any
-    outline: Any
-    read: Callable[[], Any]
-
-    def restore(self) -> None:
-        stateful.load_state(self.target, self.read(), self.name)
-
-
-@dataclass(frozen=True)
 class LoadedStep:
     """A step that was read and verified; nothing has been restored yet."""
 
     step: Step
-    parts: list[LoadedPart]
-    models: Mapping[str, Any]  # those that a backend restores
+    targets: Contents
+    parts: list[Restorable]  # without those that a backend restores
     set_generators: Callable[[], None] | None
 
     def restore(self, backend_of: Callable[[Manifest], Backend]) -> int:
@@ -113,45 +98,43 @@ class LoadedStep:
 
         Returns the number of the step.
         """
-        manifest = self.step.manifest
-        for part in self.parts:
-            is_extra = part.name not in ("data", "model", "optimizer")
-            saved_class = manifest.parts.get(f"extra.{part.name}" if is_extra else part.name)
-            stateful.check_class(part.target, saved_class, part.name)
-            stateful.check_fits(part.target, part.outline, part.name)
-        names = {part.name for part in self.parts} | self.models.keys()
+        manifest, parts = self.step.manifest, [*self.parts]
+        for part in parts:
+            part.check()
+        self._note_others()
+        with ExitStack() as stack:
+            if self.targets.models and manifest.backend != "files":
+                folder = stack.enter_context(self.step.steps.store.local_copy(manifest))
+                parts += backend_of(manifest).load(folder / BACKEND_PART, self.targets.models, self.step.json)
+            self._restore_all(parts)
+        return manifest.step
+
+    def _note_others(self) -> None:
+        """Warn of parts that are not restored. The weights alone are for something else."""
+        targets, manifest = self.targets, self.step.manifest
+        names = {*targets.models, *targets.extra} | ({"data"} if targets.pipeline is not None else set())
         own = ("data-", "rng-")  # of each rank
         saved = {part.partition("-")[0] if part.startswith(own) else part for part in manifest.parts}
         left = [part for part in sorted(saved - {"rng"}) if part.removeprefix("extra.") not in names]
-        if left and names & {"data", "optimizer"}:  # the weights alone are for something else
+        if left and names & {"data", "optimizer"}:
+            texts = [f"extra={{{part[6:]!r}: …}}" if part.startswith("extra.") else f"the {part}" for part in left]
             _log.warning(
                 "step %d also has %s: restore was not given %s. Pass %s, or the values and the data are of "
                 "different steps.",
-                manifest.step,
-                " and ".join(
-                    f"extra={{{part[6:]!r}: …}}" if part.startswith("extra.") else f"the {part}" for part in left
-                ),
-                *["them" if len(left) > 1 else "it"] * 2,
-            )
-        restorables: list[LoadedPart | Restorable] = [*self.parts]
-        with ExitStack() as stack:
-            if self.models:
-                folder = stack.enter_context(self.step.steps.store.local_copy(manifest))
-                restorables += backend_of(manifest).load(folder / BACKEND_PART, self.models, self.step.json)
-            self._restore_all(restorables)
-        return manifest.step
+                manifest.step, " and ".join(texts), *["them" if len(left) > 1 else "it"] * 2,
+            )  # fmt: skip
 
-    def _restore_all(self, restorables: Sequence[LoadedPart | Restorable]) -> None:
-        undo = next((_undo(part.target) for part in self.parts if part.name == "data"), lambda: None)
+    def _restore_all(self, parts: Sequence[Restorable]) -> None:
+        undo = _undo(self.targets.pipeline)
         try:
-            for restorable in restorables:
+            for part in parts:
                 try:
-                    restorable.restore()
+                    part.restore()
                 except Exception as problem:
-                    if restorable.name == "data" or isinstance(problem, CheckpointMismatchError):
+                    if part.name == "data" or isinstance(problem, CheckpointMismatchError):
                         raise
                     raise CheckpointError(
-                        f"step {self.step.manifest.step}: {restorable.name} refused its state "
+                        f"step {self.step.manifest.step}: {part.name} refused its state "
                         f"({type(problem).__name__}: {problem}). It may be restored in part. Create it again."
                     ) from problem
         except BaseException:
@@ -159,14 +142,6 @@ class LoadedStep:
             raise
         if self.set_generators is not None:
             self.set_generators()
-
-
-def _loaded(name: str, target: Any, stored: StoredTree) -> LoadedPart:
-    if stateful.reads_lazily(target):
-        outline = stored.outline()
-        return LoadedPart(name, target, outline, lambda: stored.read(stateful.restore_targets(target, stored.json)))
-    tree = stored.read()
-    return LoadedPart(name, target, tree, lambda: tree)
 
 
 @dataclass(frozen=True)
@@ -191,24 +166,40 @@ class StepLoader:
             seen.update((f"{part}.json", f"{part}.safetensors"))
             return step.open(part)
 
-        parts: list[LoadedPart] = []
+        parts: list[Restorable] = []
+
+        def add(name: str, part: str, target: Any) -> None:
+            saved_class, stored = manifest.parts.get("data" if part.startswith("data") else part), opened(part)
+            is_lazy = stateful.reads_lazily(target)
+            outline = stored.outline() if is_lazy else stored.read()
+
+            def check() -> None:
+                stateful.check_class(target, saved_class, name)
+                stateful.check_fits(target, outline, name)
+
+            def restore() -> None:
+                tree = stored.read(stateful.restore_targets(target, outline)) if is_lazy else outline
+                stateful.load_state(target, tree, name)
+
+            parts.append(Restorable(name, restore, check))
+
         pipeline = self.targets.pipeline
         if pipeline is not None:
             ranks = [rank_part("data", rank) for rank in range(manifest.world_size)]
             # Some resume from the states of all ranks, with any world size.
             if getattr(pipeline, "takes_states_of_all_ranks", False) and ranks and all(map(step.has, ranks)):
                 states = [opened(part).read() for part in ranks]
-                parts.append(LoadedPart("data", pipeline, states, lambda: states))
+                restore = partial(stateful.load_state, pipeline, states, "data")
+                parts.append(Restorable("data", restore, partial(stateful.check_fits, pipeline, states, "data")))
             else:
-                parts.append(_loaded("data", pipeline, opened(step.data_part(self.world))))
-        is_own = manifest.backend == "files"
+                add("data", step.data_part(self.world), pipeline)
         for name, target in self.targets.extra.items():
-            parts.append(_loaded(name, target, opened(f"extra.{checked_name(name)}")))
-        for name, target in self.targets.models.items() if is_own else ():
-            parts.append(_loaded(name, target, opened(name)))
+            add(name, f"extra.{checked_name(name)}", target)
+        for name, target in self.targets.models.items() if manifest.backend == "files" else ():
+            add(name, name, target)
         set_generators = _generators(step, self.world, opened) if self.targets.rng else None
         step.verify(besides=seen)
-        return LoadedStep(step, parts, {} if is_own else self.targets.models, set_generators)
+        return LoadedStep(step, self.targets, parts, set_generators)
 
     def agreed_latest(self, group: str, timeout: float, members: Members) -> LoadedStep | None:
         """Return the latest step that is not damaged: rank 0 finds it for all ranks."""

@@ -9,7 +9,6 @@ import secrets
 import sys
 import time
 from collections.abc import Callable, Mapping
-from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,9 +16,8 @@ from typing import Any, NamedTuple
 from midepoch._internal.values import loaded, reason
 from midepoch.checkpoint import manifest as manifests
 from midepoch.checkpoint import rng, stateful
-from midepoch.checkpoint.arrays import write_arrays
 from midepoch.checkpoint.backends import Backend
-from midepoch.checkpoint.files import Checksums, ChecksumSink, SideThread, file_checksums
+from midepoch.checkpoint.files import Checksums, ChecksumSink, file_checksums
 from midepoch.checkpoint.manifest import Manifest
 from midepoch.checkpoint.rendezvous import Follower, Leader, Members, Notes, lead
 from midepoch.checkpoint.store import Steps
@@ -265,15 +263,11 @@ def _write(steps: Steps, job: SaveJob, token: str, world: World) -> dict[str, Ch
     if job.write_arrays is not None:  # first: all ranks do so together, and one that failed before would be missing
         written |= _write_backend(steps, job, token, world)
     for part, encoded in job.parts.items():
-        with steps.sink(job.step, token, f"{part}.json") as sink:
-            summing = ChecksumSink(sink)
-            summing.write(memoryview(json.dumps(encoded.json, allow_nan=False).encode()))
-            written[f"{part}.json"] = summing.checksums
-        if encoded.arrays:
-            with closing(SideThread("sum")) as thread, steps.sink(job.step, token, f"{part}.safetensors") as sink:
-                summing = ChecksumSink(sink, thread)
-                write_arrays(summing, encoded.arrays)
-                written[f"{part}.safetensors"] = summing.checksums
+        for name, write in encoded.files(part).items():
+            with steps.sink(job.step, token, name) as sink:
+                summing = ChecksumSink(sink)
+                write(summing)
+                written[name] = summing.checksums
     return written
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Iterator, Mapping, MutableMapping
+from contextlib import suppress
 from itertools import zip_longest
 from typing import Any
 
@@ -28,7 +29,7 @@ from midepoch.checkpoint.arrays import (
     make_array,
     spec_of,
 )
-from midepoch.checkpoint.tree import array_paths, array_specs, encode, is_mapping, node_children
+from midepoch.checkpoint.tree import is_mapping, node_children
 from midepoch.errors import CheckpointMismatchError, StateError
 
 _LITTLE_ENDIAN = sys.byteorder == "little"
@@ -89,9 +90,9 @@ def check_fits(owner: Any, tree: Any, name: str) -> None:
         for inner in _states_in(tree):  # a StatefulDataLoader, which would raise only at its first batch
             owner.dataset.check_state(inner)
     elif kind == "module":
-        check_module(owner.state_dict(), tree, name)
+        _check_module(owner.state_dict(), tree, name)
     elif kind == "optimizer":
-        check_optimizer(owner, tree, name)
+        _check_optimizer(owner, tree, name)
     elif kind in ("nnx", "tree"):
         fit(state_of(owner), tree, name)
         is_mutable_array = is_array(owner) and spec_of(owner).library in ("torch", "numpy")
@@ -225,28 +226,29 @@ def refuse_copies(values: Mapping[str, Any]) -> None:
             raise TypeError(f"restore: {name} is what state_dict() returned, a copy. Pass the object itself.")
 
 
-def restore_targets(owner: Any, json: Any) -> dict[str, Any]:
+def restore_targets(owner: Any, outline: Any) -> dict[str, Any]:
     """Return the arrays of an object that saved ones can be read into, without a copy in between.
 
-    By the names of the saved ones: arrays of the same specification at the same path. None of an object that loads its
+    By the names of the saved ones: arrays of the same specification at the same place. None of an object that loads its
     state in its own way: that may skip values, or change them.
     """
-    owner = unwrap(owner)
-    if not _loads_unchanged(owner):
-        return {}
-    try:
-        current = encode(state_of(owner), "", inline=0)
-    except (TypeError, ValueError):  # a value that needs pickle: everything is loaded from new arrays
-        return {}
-    specs = array_specs(json)
-    names = {path: name for name, paths in array_paths(current.json).items() for path in paths}
     targets: dict[str, Any] = {}
-    free = set(current.arrays)  # tied weights are one array: it is read into once
-    for saved, paths in array_paths(json).items():
-        name = names.get(paths[0], "")
-        if name in free and current.arrays[name][0] == specs[saved] and _is_writable(*current.arrays[name]):
-            targets[saved] = current.arrays[name][1]
-            free.discard(name)
+    used: set[int] = set()  # tied weights are one array: it is read into once
+
+    def compare(stored: Any, current: Any) -> None:
+        if isinstance(stored, StoredArray):
+            if stored.name not in targets and _is_writable(stored.spec, current):
+                memory = current.data_ptr() if stored.spec.library == "torch" else current.ctypes.data
+                if memory not in used:
+                    used.add(memory)
+                    targets[stored.name] = current
+        elif isinstance(stored, (Mapping, list, tuple)) and (children := _children_of(current)) is not None:
+            for key, value in stored.items() if isinstance(stored, Mapping) else enumerate(stored):
+                compare(value, children.get(key))
+
+    owner = unwrap(owner)
+    if _loads_unchanged(owner):
+        compare(outline, state_of(owner))
     return targets
 
 
@@ -267,14 +269,23 @@ def _has_torchs_methods(owner: Any, base: type) -> bool:
 
 
 def _is_writable(spec: ArraySpec, value: Any) -> bool:
-    if spec.library == "numpy":  # the bytes on disk are little-endian
-        native = type(value) is np.ndarray and value.dtype.isnative and _LITTLE_ENDIAN
-        return native and bool(value.flags.writeable and value.flags.c_contiguous)
+    """Return True for an array of this specification that bytes can be read into."""
+    if type(value) is np.ndarray:  # the bytes on disk are little-endian
+        native = value.dtype.isnative and _LITTLE_ENDIAN
+        return native and bool(value.flags.writeable and value.flags.c_contiguous) and _spec_of(value) == spec
     torch: Any = sys.modules.get("torch")
-    if torch is None or spec.library != "torch" or type(value) not in (torch.Tensor, torch.nn.Parameter):
+    if torch is None or type(value) not in (torch.Tensor, torch.nn.Parameter):
         return False
-    repeated = any(n > 1 and not stride for n, stride in zip(value.shape, value.stride(), strict=True))
-    return not value.is_conj() and not value.is_neg() and not repeated
+    if _spec_of(value) != spec or value.is_conj() or value.is_neg():
+        return False
+    return all(n < 2 or stride for n, stride in zip(value.shape, value.stride(), strict=True))  # no value is repeated
+
+
+def _spec_of(value: Any) -> ArraySpec | None:
+    """Return the specification of an array; None if it can only be saved by pickle, as a sparse tensor."""
+    with suppress(UnsupportedError):
+        return value.spec if isinstance(value, StoredArray) else spec_of(value, distributed=("torch", "jax"))
+    return None
 
 
 def _has(owner: Any, *names: str) -> bool:
@@ -319,20 +330,52 @@ def fit(template: Any, tree: Any, name: str, *, in_place: bool = False) -> Any:
         return _fit_array(template, tree, name, in_place)
     if _is_plain(template):
         return _fit_plain(template, tree, name, in_place)
-    if isinstance(template, tuple) and hasattr(template, "_fields"):
-        fields = dict(zip(template._fields, template, strict=True))
-        return type(template)(**_fit_children(template, fields, tree, name, in_place))
+    children = _children_of(template)
+    saved = _matched(template, children, tree, name)
+    values = {key: fit(children[key], inner, f"{name}.{key}", in_place=in_place) for key, inner in saved.items()}
+    made = _like(template, values)
+    return _filled(template, made) if in_place and isinstance(made, (MutableMapping, list)) else made
+
+
+def _children_of(value: Any) -> Any:
+    """Return the children of a container by name or number, or None for any other value."""
+    if is_mapping(value):
+        return value
+    if isinstance(value, (list, tuple)):
+        return value._asdict() if hasattr(value, "_fields") else dict(enumerate(value))
+    children = node_children(value)
+    return None if children is None else dict(children)
+
+
+def _like(template: Any, values: dict[Any, Any]) -> Any:
+    """Return a container of the same class with other children."""
     if is_mapping(template):
-        values = _mapping_like(template, _fit_children(template, template, tree, name, in_place))
-        return _filled(template, values) if in_place else values
+        return _mapping_like(template, values)
+    if isinstance(template, tuple) and hasattr(template, "_fields"):
+        return type(template)(**values)
     if isinstance(template, (list, tuple)):
-        return _fit_sequence(template, tree, name, in_place)
-    if (children := node_children(template)) is not None:
-        values = _fit_children(template, dict(children), tree, name, in_place)
-        jax = sys.modules["jax"]
-        structure = jax.tree_util.tree_structure(template, is_leaf=lambda inner: inner is not template)
-        return jax.tree_util.tree_unflatten(structure, list(values.values()))
-    return tree
+        return _sequence_like(template, list(values.values()))
+    jax: Any = sys.modules["jax"]
+    structure = jax.tree_util.tree_structure(template, is_leaf=lambda inner: inner is not template)
+    return jax.tree_util.tree_unflatten(structure, list(values.values()))
+
+
+def _matched(template: Any, children: Mapping[Any, Any], tree: Any, name: str) -> dict[Any, Any]:
+    """Return the saved children by the keys of a template's; raises CheckpointMismatchError unless it has the same."""
+    if isinstance(tree, (list, tuple)):
+        if len(tree) != len(children):
+            raise _mismatch(name, f"{len(tree)} values", f"{len(children)} values")
+        return dict(zip(children, tree, strict=True))
+    is_sequence = isinstance(template, (list, tuple)) and not hasattr(template, "_fields")
+    if is_sequence or not isinstance(tree, Mapping):
+        raise _mismatch(name, _describe(tree), type(template).__name__)
+    if set(tree) == set(children):
+        return {key: tree[key] for key in children}
+    named = {str(key): value for key, value in tree.items()}  # in the names of JAX's nodes, numbers are strings
+    missing, unknown = sorted(set(map(str, children)) - set(named)), sorted(set(named) - set(map(str, children)))
+    if missing or unknown:
+        raise _mismatch(f"{name}, keys that only one has", _first(unknown), _first(missing))
+    return {key: named[str(key)] for key in children}
 
 
 def _is_plain(template: Any) -> bool:
@@ -341,7 +384,7 @@ def _is_plain(template: Any) -> bool:
         return all(map(_is_plain, template.values()))
     if isinstance(template, (list, tuple)) and not hasattr(template, "_fields"):
         return all(map(_is_plain, template))
-    return not is_array(template) and not hasattr(template, "_fields") and node_children(template) is None
+    return not is_array(template) and _children_of(template) is None
 
 
 def _fit_plain(template: Any, tree: Any, name: str, in_place: bool) -> Any:
@@ -395,42 +438,16 @@ def _sequence_like(template: Any, values: list[Any]) -> Any:
     return values if type(template) is list else type(template)(values)
 
 
-def _fit_sequence(template: Any, tree: Any, name: str, in_place: bool) -> Any:
-    if not isinstance(tree, (list, tuple)) or len(tree) != len(template):
-        saved = f"{len(tree)} values" if isinstance(tree, (list, tuple)) else _describe(tree)
-        raise _mismatch(name, saved, f"{len(template)} values")
-    pairs = enumerate(zip(template, tree, strict=True))
-    values = [fit(inner, value, f"{name}.{number}", in_place=in_place) for number, (inner, value) in pairs]
-    return _filled(template, values) if in_place and isinstance(template, list) else _sequence_like(template, values)
-
-
-def _fit_children(template: Any, children: Mapping[Any, Any], tree: Any, name: str, in_place: bool) -> dict[Any, Any]:
-    if isinstance(tree, (list, tuple)):
-        tree = dict(zip(children, tree, strict=False)) if len(tree) == len(children) else {}
-    if not isinstance(tree, Mapping):
-        raise _mismatch(name, _describe(tree), type(template).__name__)
-    if set(tree) != set(children):  # in the names of JAX's nodes, numbers are strings
-        tree = {str(key): value for key, value in tree.items()}
-        if set(tree) != {str(key) for key in children}:
-            raise _mismatch(name, sorted(tree)[:8], sorted(map(str, children))[:8])
-        if not isinstance(template, dict):
-            children = {str(key): child for key, child in children.items()}
-        tree = {key: tree[str(key)] for key in children}
-    return {key: fit(child, tree[key], f"{name}.{key}", in_place=in_place) for key, child in children.items()}
-
-
 def _fit_array(template: Any, tree: Any, name: str, in_place: bool) -> Any:
     if tree is template:
         return template  # it was read into
     if not is_array_or_stored(tree):
-        raise _mismatch(name, type(tree).__name__, f"an array of shape {tuple(template.shape)}")
-    try:
-        current = spec_of(template, distributed=("torch", "jax"))
-        saved = tree.spec if isinstance(tree, StoredArray) else spec_of(tree, distributed=("torch", "jax"))
-    except UnsupportedError:  # by pickle (a sparse tensor): it replaces the current one
+        raise _mismatch(name, _describe(tree), _describe(template))
+    current, saved = _spec_of(template), _spec_of(tree)
+    if current is None or saved is None:  # it replaces the current one
         return tree
     if _layout(current) != _layout(saved):
-        raise _mismatch(name, f"{saved.dtype} {saved.shape}", f"{current.dtype} {current.shape}")
+        raise _mismatch(name, _describe(tree), _describe(template))
     if isinstance(tree, StoredArray):
         return tree  # it fits
     if current.library in ("jax", "key"):
@@ -464,38 +481,29 @@ def _fit_jax(template: Any, tree: Any, current: ArraySpec, saved: ArraySpec) -> 
 
 
 def _describe(value: Any) -> str:
-    return f"an array of shape {tuple(value.shape)}" if is_array_or_stored(value) else type(value).__name__
+    if isinstance(value, StoredArray):
+        return f"{'torch.' * (value.spec.library == 'torch')}{value.spec.dtype} {value.shape}"
+    return f"{value.dtype} {tuple(value.shape)}" if is_array(value) else type(value).__name__
 
 
 def _mismatch(name: str, saved: Any, current: Any) -> CheckpointMismatchError:
-    return CheckpointMismatchError(name, saved, current, "another model, optimizer or tree than when it was saved")
+    return CheckpointMismatchError(
+        name, saved, current, "it was saved from a model, optimizer or tree of another size, dtype or structure"
+    )
 
 
-def check_module(current: Mapping[str, Any], saved: Any, name: str) -> None:
+def _check_module(current: Mapping[str, Any], saved: Any, name: str) -> None:
     """Raise CheckpointMismatchError unless a state dict has the same arrays: torch raises only after copying some."""
     if not isinstance(saved, Mapping):
-        cause = "another object was saved under this name"
-        raise CheckpointMismatchError(name, type(saved).__name__, "a state dict", cause)
-    missing, unknown = sorted(set(current) - set(saved)), sorted(set(map(str, saved)) - set(current))
-    if missing or unknown:
-        cause = "another model, or other layers in it (listed are the keys that only one of them has)"
-        raise CheckpointMismatchError(f"{name}, keys", _first(unknown), _first(missing), cause)
+        raise _mismatch(name, _describe(saved), "a state dict")
     torch: Any = sys.modules["torch"]
-    for key, value in current.items():
-        if not isinstance(value, torch.Tensor) or torch.nn.parameter.is_lazy(value):
-            continue
-        ours, theirs = f"{value.dtype} {tuple(value.shape)}", _describe_tensor(saved[key], torch)
-        if ours != theirs:
-            raise CheckpointMismatchError(f"{name}, {key}", theirs, ours, "a model of another size or dtype")
+    for key, value in _matched(current, current, saved, name).items():
+        is_lazy = torch.nn.parameter.is_lazy(current[key])
+        if isinstance(current[key], torch.Tensor) and not is_lazy and _describe(value) != _describe(current[key]):
+            raise _mismatch(f"{name}, {key}", _describe(value), _describe(current[key]))
 
 
-def _describe_tensor(value: Any, torch: Any) -> str:
-    if isinstance(value, StoredArray):
-        return f"torch.{value.spec.dtype} {value.shape}" if value.spec.library == "torch" else value.spec.library
-    return f"{value.dtype} {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
-
-
-def check_optimizer(optimizer: Any, saved: Any, name: str) -> None:
+def _check_optimizer(optimizer: Any, saved: Any, name: str) -> None:
     """Raise CheckpointMismatchError unless a state belongs to such an optimizer with parameters of these shapes."""
     try:
         sizes = [len(group["params"]) for group in saved["param_groups"]]

@@ -121,16 +121,10 @@ class CheckpointStore(Protocol):
         """Return a committed copy under a name that no other copy can get; FileNotFoundError if it was removed."""
 
     def settle(self, copy: Copy) -> None:
-        """Remove the traces of a dead process from a step: its claim, and the name that a withdrawn copy has."""
+        """Remove what a dead process left: a copy that is not committed, its claim, the name of a withdrawn copy."""
 
     def discard(self, copy: Copy) -> None:
-        """Remove a copy: its manifest first."""
-
-    def harden(self) -> None:
-        """Make the commits durable that can be seen: the process of one may have failed in its last sync."""
-
-    def retire(self, copy: Copy) -> None:
-        """Discard a copy that is not committed, unless its process may be alive."""
+        """Remove a copy: its manifest first. Commits that can be seen are durable before a committed one is removed."""
 
 
 def open_store(directory: str | os.PathLike[str], storage_options: Mapping[str, Any] | None) -> CheckpointStore:
@@ -268,10 +262,9 @@ class Steps:
             with suppress(OSError):  # another process removes it, or the next sweep
                 for copy in copies:
                     if copy.signature is None:
-                        self.store.retire(copy)
+                        self.store.settle(copy)
                 if len(committed) > 1:
                     *replaced, (newest, _) = self._in_order(committed)
-                    self.store.harden()  # a loss of power could take the newest back, and the others are removed
                     for copy, content in replaced:
                         if isinstance(content, (Manifest, CheckpointDamagedError)):  # not of a newer version
                             self.store.discard(copy)

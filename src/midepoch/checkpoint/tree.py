@@ -15,11 +15,13 @@ from __future__ import annotations
 
 import base64
 import io
+import json
 import math
 import pickle
 from collections import Counter
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, field
+from importlib import import_module
 from typing import Any
 
 import numpy as np
@@ -35,6 +37,7 @@ from midepoch.checkpoint.arrays import (
     is_array,
     make_array,
 )
+from midepoch.checkpoint.files import FileSource, Sink
 from midepoch.errors import CheckpointDamagedError, CheckpointError
 
 INLINE = 8 << 10
@@ -50,6 +53,14 @@ class EncodedTree:
 
     json: Any = None
     arrays: dict[str, tuple[ArraySpec, Any]] = field(default_factory=dict)
+
+    def files(self, name: str) -> dict[str, Callable[[Sink], Any]]:
+        """Return the names of the files of this tree, and a function for each that writes it."""
+        text = json.dumps(self.json, allow_nan=False).encode()
+        files: dict[str, Callable[[Sink], Any]] = {f"{name}.json": lambda sink: sink.write(memoryview(text))}
+        if self.arrays:
+            files[f"{name}.safetensors"] = lambda sink: arrays.write_arrays(sink, self.arrays)
+        return files
 
 
 def encode(
@@ -246,37 +257,20 @@ class StateDict(dict[str, Any]):
 
 def array_specs(json: Any) -> dict[str, ArraySpec]:
     """Return the specifications of the stored arrays of a tree, by name; raises CheckpointDamagedError."""
-    return {node["name"]: _parse_spec(node) for node, _ in _stored_arrays(json, ())}
+    specs: dict[str, ArraySpec] = {}
 
+    def find(node: Any, depth: int) -> None:
+        if depth > 3 * _DEEPEST:
+            raise CheckpointDamagedError("a tree of values is too deep")
+        if isinstance(node, dict) and node.get("$") == "array" and "name" in node:
+            if not isinstance(node["name"], str):
+                raise CheckpointDamagedError(f"an array named {node['name']!r:.40}")
+            specs[node["name"]] = _parse_spec(node)
+        for inner in node.values() if isinstance(node, dict) else node if isinstance(node, list) else ():
+            find(inner, depth + 1)
 
-def array_paths(json: Any) -> dict[str, list[tuple[str, ...]]]:
-    """Return the paths of the stored arrays in a tree, by name: tied weights have several."""
-    paths: dict[str, list[tuple[str, ...]]] = {}
-    for node, path in _stored_arrays(json, ()):
-        paths.setdefault(node["name"], []).append(path)
-    return paths
-
-
-def _stored_arrays(node: Any, path: tuple[str, ...]) -> Iterator[tuple[dict[str, Any], tuple[str, ...]]]:
-    """Iterate over the stored arrays of a tree and their paths; raises CheckpointDamagedError."""
-    if len(path) > 3 * _DEEPEST:
-        raise CheckpointDamagedError("a tree of values is too deep")
-    if isinstance(node, dict) and node.get("$") == "array" and "name" in node:
-        if not isinstance(node["name"], str):
-            raise CheckpointDamagedError(f"an array named {node['name']!r:.40}")
-        yield node, path
-    for name, inner in _children(node):
-        yield from _stored_arrays(inner, (*path, name))
-
-
-def _children(node: Any) -> Iterable[tuple[str, Any]]:
-    if isinstance(node, list):
-        return ((str(number), inner) for number, inner in enumerate(node))
-    if not isinstance(node, dict):
-        return ()
-    if node.get("$") == "dict" and isinstance(node.get("items"), list):  # an entry is identified by its key
-        return ((f"${pair[0]!r}" if isinstance(pair, list) and pair else "$", pair) for pair in node["items"])
-    return node.items()
+    find(json, 0)
+    return specs
 
 
 def decode(json: Any, stored: Mapping[str, Any], *, allow_pickle: bool = False) -> Any:
@@ -305,8 +299,8 @@ class _Decoder:
             "counter": lambda node: Counter(self.value(node["items"])),
             "bytes": lambda node: base64.b64decode(node["data"], validate=True),
             "state_dict": self._state_dict,
-            "torch.dtype": _torch_value,
-            "torch.device": _torch_value,
+            "torch.dtype": lambda node: arrays.torch_dtype(_text(node["is"])),
+            "torch.device": lambda node: import_module("torch").device(_text(node["is"])),
             "pickle": self._pickle,
         }
 
@@ -344,18 +338,6 @@ class _Decoder:
         return pickle.loads(base64.b64decode(node["data"], validate=True))
 
 
-def _torch_value(node: dict[str, Any]) -> Any:
-    import torch
-
-    text = _text(node["is"])
-    if node["$"] == "torch.device":
-        return torch.device(text)
-    dtype = getattr(torch, text)
-    if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"{text!r} is no dtype of torch")
-    return dtype
-
-
 def _parse_spec(node: dict[str, Any]) -> ArraySpec:
     try:
         shape = tuple(node["shape"])
@@ -383,6 +365,12 @@ class StoredTree:
     json: Any
     arrays: Mapping[str, StoredArray]
     allow_pickle: bool = False
+
+    @staticmethod
+    def opened(json: Any, source: Callable[[], FileSource], allow_pickle: bool = False) -> StoredTree:
+        """Return the tree of this JSON, its arrays in a file that is opened if there are any."""
+        specs = array_specs(json)
+        return StoredTree(json, arrays.find_arrays(source(), specs.items()) if specs else {}, allow_pickle)
 
     def outline(self) -> Any:
         """Return the tree with a ``StoredArray`` for each array, to check whether it fits."""
