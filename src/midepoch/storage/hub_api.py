@@ -136,30 +136,26 @@ class Hub:
             raise ConnectionError(f"the answer of {self.endpoint} names no commit")
         return commit
 
-    def first_page(self, of: HubPath, commit: str, recursive: bool) -> str:
-        """Return the address of the first page of a listing."""
+    def page(self, of: HubPath, query: str) -> tuple[list[Entry], str]:
+        """Return the files of one page of a listing, and the query of the next page. Empty for the last one."""
         folder = f"/{quote(of.path, safe='')}" if of.path else ""
-        return f"{self._api(of)}/tree/{commit}{folder}?recursive={str(recursive).lower()}&expand=false"
-
-    def page(self, of: HubPath, url: str) -> tuple[list[Entry], str]:
-        """Return the files of one page of a listing, and the address of the next page. Empty for the last one."""
-        answer = self._checked(of, self._get(url), missing_ok=True)
+        answer = self._checked(of, self._get(f"{self._api(of)}/tree/{of.revision}{folder}?{query}"), missing_ok=True)
         if answer is None:
             return [], ""
         try:
             files = [_file(each) for each in answer.json() if each["type"] == "file"]
         except (KeyError, TypeError, ValueError, AttributeError):
             raise ConnectionError(f"the listing of {self.endpoint} cannot be parsed") from None
-        following = answer.links.get("next", {}).get("url", "")
-        return files, self._own(str(answer.url.join(following))) if following else ""
+        # Only the query: a mirror may name the server of the Hub, which must not get the token.
+        return files, urlsplit(answer.links.get("next", {}).get("url", "")).query
 
-    def read(self, of: HubPath, commit: str, part: str) -> Any:
-        """Return the answer with a part of a file (``bytes=0-9``) at a commit.
+    def read(self, of: HubPath, part: str) -> Any:
+        """Return the answer with a part of a file (``bytes=0-9``).
 
         If the part is on another server, the ``next_request`` of the answer has its address.
         """
-        url = f"{self.endpoint}/datasets/{of.repo}/resolve/{commit}/{quote(of.path)}"
-        return self._checked(of._replace(revision=commit), self._get(url, {"Range": part}, leave=True))
+        url = f"{self.endpoint}/datasets/{of.repo}/resolve/{of.revision}/{quote(of.path)}"
+        return self._checked(of, self._get(url, {"Range": part}, leave=True))
 
     def read_elsewhere(self, url: str, part: str) -> Any:
         """Return the answer with a part of a file from the server that the Hub redirected to, whatever its status."""
@@ -206,36 +202,35 @@ class Hub:
             hf_raise_for_status(answer)
             return answer
         except errors.GatedRepoError:
-            failure: Exception = FetchError(
+            raise FetchError(
                 f"{repo} is gated. {token} Accept its conditions at {self.endpoint}/datasets/{of.repo}, and set "
                 'HF_TOKEN or pass storage_options={"token": …}.'
-            )
+            ) from None
         except errors.RevisionNotFoundError:
-            failure = DataNotFoundError(
+            raise DataNotFoundError(
                 f"{repo} has no revision {of.revision!r}. Check the part after the @, and whether the history of the "
                 "repository was rewritten."
-            )
+            ) from None
         except errors.EntryNotFoundError:
             if missing_ok:
                 return None
-            failure = DataNotFoundError(f"{repo} has no file {of.path!r} in revision {of.revision!r}. Check the path.")
+            raise DataNotFoundError(
+                f"{repo} has no file {of.path!r} in revision {of.revision!r}. Check the path."
+            ) from None
         except errors.HfHubHTTPError as problem:
+            is_missing = isinstance(problem, errors.RepositoryNotFoundError)
             status, text = answer.status_code, problem.server_message or ""
-            if status == 401 and "Invalid" in text:
-                failure = FetchError(
-                    f"{self.endpoint} does not accept the token: {text}. Check HF_TOKEN or storage_options."
-                )
-            elif isinstance(problem, errors.RepositoryNotFoundError) or status in (401, 404):
-                failure = DataNotFoundError(
-                    f"{repo} does not exist, or it is private. {token} Check its name, and set HF_TOKEN or pass "
-                    'storage_options={"token": …} for a private one.'
-                )
-            elif status == 403:
-                text = text or "HTTP status 403"
-                failure = FetchError(f"{repo} cannot be read: access is denied ({text}). Check the token.")
-            else:
-                failure = ConnectionError(f"{self.endpoint} answered HTTP status {status} {text}".rstrip())
-        raise failure
+        if status == 401 and "Invalid" in text:
+            raise FetchError(f"{self.endpoint} does not accept the token: {text}. Check HF_TOKEN or storage_options.")
+        if is_missing or status in (401, 404):
+            raise DataNotFoundError(
+                f"{repo} does not exist, or it is private. {token} Check its name, and set HF_TOKEN or pass "
+                'storage_options={"token": …} for a private one.'
+            )
+        if status == 403:
+            text = text or "HTTP status 403"
+            raise FetchError(f"{repo} cannot be read: access is denied ({text}). Check the token.")
+        raise ConnectionError(f"{self.endpoint} answered HTTP status {status} {text}".rstrip())
 
     def _send(self, url: str, headers: dict[str, str], *, follow: bool) -> Any:
         """Return the answer to a request. Raise ConnectionError or TimeoutError, without paths and queries."""
@@ -261,13 +256,6 @@ class Hub:
             else:
                 failure = ConnectionError(f"the connection to {host} failed ({kind}: {problem})")
         raise failure
-
-    def _own(self, url: str) -> str:
-        """Return an address of this endpoint. A mirror may name that of the Hub, which must not get the token."""
-        if origin_of(url) == origin_of(self.endpoint):
-            return url
-        parts = urlsplit(url)
-        return f"{self.endpoint}{parts.path}?{parts.query}"
 
     def _api(self, of: HubPath) -> str:
         return f"{self.endpoint}/api/datasets/{of.repo}"

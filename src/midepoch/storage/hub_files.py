@@ -27,7 +27,7 @@ from typing import Any, TypeVar
 
 from midepoch.errors import FetchError
 from midepoch.storage.address import Address
-from midepoch.storage.cache_files import atomic_write, default_index_dir, locked
+from midepoch.storage.cache_files import CacheSlot, atomic_write, default_index_dir, read_or_make
 from midepoch.storage.damage import changed
 from midepoch.storage.hub_api import DEFAULT_ENDPOINT, Hub, HubPath, origin_of, parse_hub_path
 from midepoch.storage.open_files import Entry, RangeFile
@@ -54,9 +54,9 @@ class HubFiles:
     type_name = "hub"
 
     def __init__(self, hub: Hub, commits: Mapping[tuple[str, str], str] | None = None) -> None:
-        self._hub, self._commits = hub, dict(commits or {})
+        self._hub, self._commits, self.place = hub, dict(commits or {}), hub.endpoint
         self._listings: dict[tuple[str, bool], dict[str, Entry]] = {}
-        self._redirects: OrderedDict[tuple[str, str, str], str] = OrderedDict()
+        self._redirects: OrderedDict[HubPath, str] = OrderedDict()
         self._before: list[str] = []
         self._fresh_seconds = FRESH_SECONDS
 
@@ -82,10 +82,6 @@ class HubFiles:
     def __reduce__(self) -> tuple[Any, ...]:
         return HubFiles, (self._hub, self._commits)
 
-    @property
-    def place(self) -> str:
-        return self._hub.endpoint
-
     def refresh(self) -> None:
         """Look up revisions again, even if another process did so a moment ago."""
         self._fresh_seconds = 0.0
@@ -106,46 +102,92 @@ class HubFiles:
         return self._listed(folder, persist, recursive=False).get(path) if at.path else None
 
     def _listed(self, at: HubPath, persist: Persist[Any], *, recursive: bool) -> dict[str, Entry]:
-        key, revision = (at.given, recursive), (at.repo, at.revision)
+        key = at.given, recursive
         listed = self._listings.get(key)  # another thread may clear them
         if listed is None:
-            if revision not in self._commits:
-                commit, before = commit_of(self._hub, at, persist, fresh_seconds=self._fresh_seconds)
-                self._commits[revision] = commit
-                if before:
-                    self._before.append(f"hf://datasets/{at.repo}@{before}")
-                _log.info("hf://%s is read at commit %s", at.root, commit)
-            files = files_below(self._hub, at, self._commits[revision], persist, recursive=recursive)
+            commit = self._commits.get(at[:2]) or self._commit_now(at, persist)
+            files = self._files_at(at._replace(revision=commit), persist, recursive)
             listed = self._listings[key] = {file.path: file for file in files}
         return listed
+
+    def _commit_now(self, of: HubPath, persist: Persist[str]) -> str:
+        """Return the commit of a revision, as looked up by this machine within the last seconds."""
+        started, seconds = time.time(), self._fresh_seconds
+        if self._hub.offline and seconds:
+            seconds = math.inf
+
+        def is_fresh(saved: dict[str, Any]) -> bool:  # or looked up by another process, meanwhile
+            return bool(min(started, time.time() - seconds) <= saved["checked"] <= time.time())
+
+        def look_up(saved: dict[str, Any]) -> dict[str, Any]:
+            commit = persist(partial(self._hub.commit, of))
+            before = saved.get("before" if saved.get("commit") == commit else "commit", "")
+            return {"commit": commit, "before": before, "checked": time.time()}
+
+        if of.is_pinned:
+            found = {"commit": of.revision, "before": ""}
+        else:
+            found = _saved_or(self._lookup(of), f"the commit of hf://{of.root}", is_fresh, look_up)
+        if found["before"]:
+            self._before.append(f"hf://datasets/{of.repo}@{found['before']}")
+        commit: str = found["commit"]
+        self._commits[of[:2]] = commit
+        _log.info("hf://%s is read at commit %s", of.root, commit)
+        return commit
+
+    def _files_at(self, of: HubPath, persist: Persist[Any], recursive: bool) -> list[Entry]:
+        """Return the files below a folder at a commit: saved, or listed by one process of this machine."""
+
+        def look_up(_: dict[str, Any]) -> dict[str, Any]:
+            found: list[Entry] = []
+            query, seen = f"recursive={str(recursive).lower()}&expand=false", set[str]()
+            while query not in seen:
+                seen.add(query)
+                files, query = persist(partial(self._hub.page, of, query))  # a failure repeats one page
+                found += files
+                if not query:
+                    below = [file for file in found if not of.path or file.path.startswith(f"{of.path}/")]
+                    return {name: [getattr(file, name) for file in below] for name in _COLUMNS}
+            raise FetchError(
+                f"{self.place} lists hf://{of.root} without end: a page names an earlier one. "
+                "Check for a proxy that drops or caches queries."
+            )
+
+        path = _path("listing", self.place, of.repo, of.path, str(recursive), commit=of.revision)
+        saved = _saved_or(path, f"the listing of hf://{of.root}", set(_COLUMNS).issubset, look_up)
+        columns = zip(*(saved[name] for name in _COLUMNS), strict=True)
+        return [Entry(f"{of.root}/{file}", size, 0, etag) for file, size, etag in columns]
+
+    def _lookup(self, of: HubPath) -> Path:
+        return _path("revision", self.place, of.repo, of.revision)
 
     def open(self, file: Entry) -> RangeFile:
         """Return a file that is read by ranges. This costs no request, unless the commit is not known."""
         at = parse_hub_path(file.path)
-        revision = at.repo, at.revision
         self._listings.clear()  # once files are read, they only take memory
-        if revision not in self._commits:  # of an index that is trusted without a listing
-            saved = at.revision if at.is_pinned else _loaded(_lookup(self._hub, at)).get("commit")
-            self._commits[revision] = saved or self._hub.commit(at)
-        commit = self._commits[revision]
-        return RangeFile(file.size, lambda start, stop: self._read(file, at, commit, start, stop))
+        commit = self._commits.get(at[:2])
+        if commit is None:  # of an index that is trusted without a listing
+            saved = at.revision if at.is_pinned else _loaded(self._lookup(at)).get("commit")
+            commit = self._commits[at[:2]] = saved or self._hub.commit(at)
+        at = at._replace(revision=commit)
+        return RangeFile(file.size, lambda start, stop: self._read(file, at, start, stop))
 
-    def _read(self, file: Entry, at: HubPath, commit: str, start: int, stop: int) -> bytes:
-        part, key = f"bytes={start}-{stop - 1}", (at.repo, commit, at.path)
-        url = self._redirects.get(key)
+    def _read(self, file: Entry, at: HubPath, start: int, stop: int) -> bytes:
+        part = f"bytes={start}-{stop - 1}"
+        url = self._redirects.get(at)
         if url is not None:
             answer = self._hub.read_elsewhere(url, part)
             if answer.status_code in (200, 206):
                 return _contents(answer, file, start, stop)
-        with _resolving[hash(key) % len(_resolving)]:  # threads that read one file ask for its address once
-            other = self._redirects.get(key)
+        with _resolving[hash(at) % len(_resolving)]:  # threads that read one file ask for its address once
+            other = self._redirects.get(at)
             if other is None or other == url:  # there is none, or it was refused: signed addresses expire
-                found = self._hub.read(at, commit, part)
+                found = self._hub.read(at, part)
                 elsewhere = found.next_request
                 _check_etag(file, found.headers.get("etag" if elsewhere is None else "x-linked-etag", ""))
                 if elsewhere is None:
                     return _contents(found, file, start, stop)
-                self._redirects[key] = other = str(elsewhere.url)
+                self._redirects[at] = other = str(elsewhere.url)
                 while len(self._redirects) > _REDIRECTS_KEPT:
                     self._redirects.popitem(last=False)
         return _contents(self._hub.read_elsewhere(other, part), file, start, stop)
@@ -194,54 +236,6 @@ def _contents(answer: Any, file: Entry, start: int, stop: int) -> bytes:
     return bytes(body)
 
 
-def commit_of(hub: Hub, of: HubPath, persist: Persist[str], *, fresh_seconds: float) -> tuple[str, str]:
-    """Return the commit of a revision, as looked up by this machine within the last seconds, and the commit that it saw
-    before. Empty if there was none.
-    """
-    if of.is_pinned:
-        return of.revision, ""
-    started, seconds = time.time(), math.inf if hub.offline and fresh_seconds else fresh_seconds
-
-    def is_fresh(saved: dict[str, Any]) -> bool:  # or looked up by another process, meanwhile
-        return bool(min(started, time.time() - seconds) <= saved["checked"] <= time.time())
-
-    def look_up(saved: dict[str, Any]) -> dict[str, Any]:
-        commit = persist(partial(hub.commit, of))
-        before = saved.get("before" if saved.get("commit") == commit else "commit", "")
-        return {"commit": commit, "before": before, "checked": time.time()}
-
-    found = _saved_or(_lookup(hub, of), f"the commit of hf://{of.root}", is_fresh, look_up)
-    return found["commit"], found["before"]
-
-
-def _lookup(hub: Hub, of: HubPath) -> Path:
-    return _path("revision", hub.endpoint, of.repo, of.revision)
-
-
-def files_below(hub: Hub, of: HubPath, commit: str, persist: Persist[Any], *, recursive: bool) -> list[Entry]:
-    """Return the files below a folder at a commit: saved, or listed by one process of this machine."""
-
-    def look_up(_: dict[str, Any]) -> dict[str, Any]:
-        found: list[Entry] = []
-        url, seen = hub.first_page(of, commit, recursive), set[str]()
-        while url:
-            if url in seen:
-                raise FetchError(
-                    f"{hub.endpoint} lists hf://{of.root} without end: a page names an earlier one. "
-                    "Check for a proxy that drops or caches queries."
-                )
-            seen.add(url)
-            files, url = persist(partial(hub.page, of._replace(revision=commit), url))  # a failure repeats one page
-            found += files
-        below = [file for file in found if not of.path or file.path.startswith(f"{of.path}/")]
-        return {name: [getattr(file, name) for file in below] for name in _COLUMNS}
-
-    path = _path("listing", hub.endpoint, of.repo, of.path, str(recursive), commit=commit)
-    saved = _saved_or(path, f"the listing of hf://{of.root}", set(_COLUMNS).issubset, look_up)
-    columns = zip(*(saved[name] for name in _COLUMNS), strict=True)
-    return [Entry(f"{of.root}/{file}", size, 0, etag) for file, size, etag in columns]
-
-
 def _path(kind: str, *parts: str, commit: str = "") -> Path:
     digest = hashlib.blake2b("\0".join(parts).encode(), digest_size=16).hexdigest()
     return default_index_dir() / "hub" / f"{digest}{commit and '-' + commit}.{kind}.json"
@@ -254,14 +248,18 @@ def _saved_or(
     look_up: Callable[[dict[str, Any]], dict[str, Any]],
 ) -> dict[str, Any]:
     """Return what is saved at a path if it is usable. Else one process of this machine looks it up and saves it."""
-    if (saved := _loaded(path)) and is_usable(saved):
-        return saved
-    with _listing_lock, locked(path, what) as slot:
-        if (saved := _loaded(path)) and is_usable(saved):
-            return saved
-        found = look_up(saved)
+
+    def read() -> dict[str, Any] | None:
+        saved = _loaded(path)
+        return saved if saved and is_usable(saved) else None
+
+    def make(slot: CacheSlot) -> dict[str, Any]:
+        found = look_up(_loaded(path))
         slot.keep(lambda: _save(path, found))
-    return found
+        return found
+
+    with _listing_lock:
+        return read_or_make(path, what, read, make)
 
 
 def _save(path: Path, contents: dict[str, Any]) -> None:
