@@ -63,7 +63,9 @@ class FetchedBlocks:
             self._cache = BlockCache(MemoryShelf(self._limit, self._plan.next_use))
         threads = max(threads, _THREADS_LOCAL if source.access.store.local else _THREADS_REMOTE)
         decoding = max(_THREADS_LOCAL, min(threads, cores())) * _DECODING_BYTES
-        self._gate = threading.BoundedSemaphore(max(1, int(decoding // max(1.0, self._plan.block_bytes))))
+        starts = source.layout.block_starts
+        block_bytes = starts[-1] / max(1, len(starts) - 1) * source.bytes_per_row
+        self._gate = threading.BoundedSemaphore(max(1, int(decoding // max(1.0, block_bytes))))
         self._ahead = _Ahead(self._cache, self._make, threads)
         self._close = weakref.finalize(self, self._ahead.close)
 
@@ -123,7 +125,7 @@ class FetchedBlocks:
         now = time.monotonic()
         if last or now >= self._checked + CHECK_SECONDS:
             self._checked = now
-            self._cache.check(list(self._open))
+            self._cache.shelf.check(list(self._open))
 
     def trim(self) -> list[int]:
         """Release blocks that are not needed any more, and the least recently used ones if there are too many."""
@@ -176,11 +178,6 @@ class _Plan:
         self._blocks = self._first = self._last = np.empty(0, dtype=np.int64)
         self._last_of: dict[int, int] = {}
         self._first_of: dict[int, int] = {}
-
-    @property
-    def block_bytes(self) -> float:
-        """Average decoded bytes of a block."""
-        return float(self._rows.mean()) * self._row_bytes if len(self._rows) else 0.0
 
     def move(self, epoch: int, position: int, uses: Callable[[], tuple[BlockUses, BlockUses]]) -> None:
         with self._lock:
@@ -235,17 +232,17 @@ class _Ahead:
         self._cache, self._most = cache, threads
         self._make = weakref.WeakMethod(make)
         self._changed = threading.Condition()
-        self._wanted: Callable[[], Sequence[int]] | None = None
-        self._requests = 0
+        self._request: Callable[[], Sequence[int]] | None = None
+        self._is_new = False
         self._blocks: deque[int] = deque()
         self._threads: list[threading.Thread] = []
         self._stop, self._process = False, os.getpid()
         self._failed: set[int] = set()
 
-    def wake(self, wanted: Callable[[], Sequence[int]]) -> None:
+    def wake(self, request: Callable[[], Sequence[int]]) -> None:
         """Fetch these blocks in this order, and drop earlier requests."""
         with self._changed:
-            self._wanted, self._requests = wanted, self._requests + 1
+            self._request, self._is_new = request, True
             self._call_one()
 
     def _call_one(self) -> None:
@@ -263,29 +260,26 @@ class _Ahead:
                 self._threads.append(thread)
 
     def _run(self) -> None:
-        while (block := self._next()) is not None:
-            if not self._fetch(block):
-                return
-
-    def _next(self) -> int | None:
-        """Return a block to fetch, once there is one. None at the end."""
         while True:
             with self._changed:
-                while self._wanted is None and not self._blocks and not self._stop:
-                    self._changed.wait()
+                self._changed.wait_for(lambda: self._is_new or self._blocks or self._stop)
                 if self._stop:
-                    return None
-                wanted, self._wanted = self._wanted, None
-                if wanted is None:
+                    return
+                request = self._request if self._is_new else None
+                self._is_new = False
+                if request is None:
                     block = self._blocks.popleft()
                     if self._blocks:
                         self._call_one()
-                    return block
-                requests = self._requests
-            blocks = deque(each for each in wanted() if each not in self._failed and not self._cache.has(each))
-            with self._changed:
-                if requests == self._requests:  # else another thread has a later request
-                    self._blocks = blocks
+            if request is None:
+                if not self._fetch(block):
+                    return
+            else:
+                shelf = self._cache.shelf
+                blocks = deque(each for each in request() if each not in self._failed and not shelf.has(each))
+                with self._changed:
+                    if request is self._request:  # else another thread has a later one
+                        self._blocks = blocks
 
     def _fetch(self, block: int) -> bool:
         """Fetch one block. Return False if the reader no longer exists."""

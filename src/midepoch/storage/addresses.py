@@ -141,24 +141,16 @@ def _s3(options: tuple[tuple[str, Any], ...]) -> fs.S3FileSystem:
 
 
 _S3_NAMES = {
-    "key": "access_key",
-    "aws_access_key_id": "access_key",
-    "secret": "secret_key",
-    "aws_secret_access_key": "secret_key",
-    "token": "session_token",
-    "aws_session_token": "session_token",
-    "anon": "anonymous",
-    "endpoint_url": "endpoint_override",
-    "endpoint": "endpoint_override",
-    "region_name": "region",
-    "aws_region": "region",
-    "aws_default_region": "region",
-    "aws_endpoint_url": "endpoint_override",
-    "aws_endpoint": "endpoint_override",
-    "aws_skip_signature": "anonymous",
-    "skip_signature": "anonymous",
-    "access_key_id": "access_key",
-    "secret_access_key": "secret_key",
+    alias: name
+    for name, aliases in {
+        "access_key": "key access_key_id aws_access_key_id",
+        "secret_key": "secret secret_access_key aws_secret_access_key",
+        "session_token": "token aws_session_token",
+        "anonymous": "anon skip_signature aws_skip_signature",
+        "endpoint_override": "endpoint endpoint_url aws_endpoint aws_endpoint_url",
+        "region": "region_name aws_region aws_default_region",
+    }.items()
+    for alias in aliases.split()
 }
 """Names of fsspec, boto, ``deltalake`` and ``lance`` for options of pyarrow."""
 
@@ -202,8 +194,9 @@ def _by_fsspec(
     parts: list[str] = []
     for text, link in address.parts:
         own = None if link is None else _fsspec_options(link)
-        if link is not None and own:
-            _add_options(options, link.scheme, own, first=not parts)
+        if link is not None and own:  # options without a scheme are for the first address of a chain
+            plain = {name: options.pop(name) for name in own if not parts and name in options}
+            options[link.scheme] = _merged(own, _merged(plain, options.get(link.scheme, {})))
         parts.append(text if link is None or own is None else link.target)
     redact_logs()
     filesystem, inner = fsspec.core.url_to_fs("::".join(parts), **options)
@@ -213,12 +206,6 @@ def _by_fsspec(
     return Store(
         fs.PyFileSystem(FsspecHandler(filesystem)), "" if is_address else f"{scheme}://", secrets, retry
     ), inner
-
-
-def _add_options(options: dict[str, Any], scheme: str, own: Mapping[str, Any], first: bool) -> None:
-    """Add the options of an address to those given for its scheme, or for the first address of a chain."""
-    plain = {name: options.pop(name) for name in own if first and name in options}
-    options[scheme] = _merged(own, _merged(plain, options.get(scheme, {})))
 
 
 def _merged(own: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:

@@ -52,6 +52,7 @@ class HubFiles:
     """File system of the dataset repositories at one endpoint. Pickles include its token, if one was given."""
 
     type_name = "hub"
+    survives_fork = True
 
     def __init__(self, hub: Hub, commits: Mapping[tuple[str, str], str] | None = None) -> None:
         self._hub, self._commits, self.place = hub, dict(commits or {}), hub.endpoint

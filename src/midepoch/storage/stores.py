@@ -101,15 +101,17 @@ class Store:
         return self.given
 
     @property
+    def _special(self) -> HubFiles | FsspecHandler | None:
+        """The file system if it is not one of pyarrow's own."""
+        special = self.given.handler if isinstance(self.given, fs.PyFileSystem) else self.given
+        return special if isinstance(special, HubFiles | FsspecHandler) else None
+
+    @property
     def forked_is_fatal(self) -> bool:
         """True if the file system has threads that do not survive a fork, or files with a shared position."""
-        if self.reader:
-            return True
-        if isinstance(self.given, HubFiles):
-            return False
-        if isinstance(self.given, fs.PyFileSystem):
-            return isinstance(self.given.handler, FsspecHandler) and not self.given.handler.survives_fork
-        return not self.local
+        if self._special is not None:
+            return bool(self.reader) or not self._special.survives_fork
+        return bool(self.reader) or not (self.local or isinstance(self.given, fs.PyFileSystem))
 
     @property
     def local(self) -> bool:
@@ -118,14 +120,12 @@ class Store:
     @property
     def identity(self) -> str:
         """Name that distinguishes this store from others, without secrets. It is part of the key of an index."""
-        place = ""
-        if isinstance(self.filesystem, fs.S3FileSystem):
-            place = str(options_of(self.filesystem).get("endpoint_override", "")).rpartition("@")[2]
-        elif isinstance(self.filesystem, fs.PyFileSystem) and isinstance(self.filesystem.handler, FsspecHandler):
-            place = self.filesystem.handler.place
-        elif isinstance(self.given, HubFiles):
-            place = self.given.place
-        return f"{self.scheme}{self.filesystem.type_name} {place}"
+        filesystem, place = self.filesystem, ""
+        if self._special is not None:
+            place = self._special.place
+        elif isinstance(filesystem, fs.S3FileSystem):
+            place = str(options_of(filesystem).get("endpoint_override", "")).rpartition("@")[2]
+        return f"{self.scheme}{filesystem.type_name} {place}"
 
     def name(self, path: str) -> str:
         """Return a path as it is shown."""
@@ -137,14 +137,13 @@ class Store:
             return self.given.below(folder, partial(self.persist, folder, "listed"))
         selector = fs.FileSelector(folder, recursive=True, allow_not_found=True)
         infos = self.persist(folder, "listed", lambda: self.filesystem.get_file_info(selector))
-        files = [info for info in infos if info.type == fs.FileType.File]
-        return [_entry(info) if info.size is not None else self._sized(info.path) for info in files]
+        return [self._listed(info) for info in infos if _is_file(info)]
 
-    def _sized(self, path: str) -> Entry:
-        """Return the entry of a file whose listing has no size, as that of a web server."""
-        entry = self.stat(path)
+    def _listed(self, info: fs.FileInfo) -> Entry:
+        """Return the entry of a listed file. Listings of web servers have no sizes."""
+        entry = self.stat(info.path) if info.size is None else _entry(info)
         if entry is None:
-            raise DataNotFoundError(f"{self.name(path)} was listed, but does not exist.")
+            raise DataNotFoundError(f"{self.name(info.path)} was listed, but does not exist.")
         return entry
 
     def stat(self, path: str) -> Entry | None:
@@ -152,7 +151,7 @@ class Store:
         if isinstance(self.given, HubFiles):
             return self.given.stat(path, partial(self.persist, path, "looked at"))
         info = self.persist(path, "looked at", lambda: self.filesystem.get_file_info(path))
-        return _entry(info) if info.type == fs.FileType.File else None
+        return _entry(info) if _is_file(info) else None
 
     def is_folder(self, path: str) -> bool:
         if isinstance(self.given, HubFiles):
@@ -171,20 +170,9 @@ class Store:
         if isinstance(self.given, HubFiles):  # compared with the entry when it is read
             return OpenFile(pa.PythonFile(self.given.open(entry), mode="r"), entry.etag)
         native = self.filesystem.open_input_file(entry.path)
-        etag = self._etag(entry.path, native)
+        etag = self._special.version(entry.path) if self._special is not None else _etag(native)
         self._compare(entry, Entry(entry.path, native.size(), 0, etag))
         return OpenFile(pa.PythonFile(checked_file(native), mode="r"), etag)
-
-    def _etag(self, path: str, native: pa.NativeFile) -> str:
-        """Return the version of an open file. Empty if the store has none."""
-        if isinstance(self.filesystem, fs.PyFileSystem) and isinstance(self.filesystem.handler, FsspecHandler):
-            return self.filesystem.handler.version(path)
-        try:
-            metadata = native.metadata()
-        except (OSError, pa.ArrowException):
-            return ""
-        etag = {str(name).lower(): value for name, value in (metadata or {}).items()}.get("etag", b"")
-        return etag.decode(errors="replace") if isinstance(etag, bytes) else str(etag)
 
     def check(self, expected: Entry) -> None:
         """Raise DataChangedError if a file has changed since it was indexed."""
@@ -200,10 +188,8 @@ class Store:
 
     def refresh(self) -> None:
         """Look up again what this process, or another one of this machine, looked up a moment ago."""
-        if isinstance(self.given, HubFiles):
-            self.given.refresh()
-        elif isinstance(self.given, fs.PyFileSystem) and isinstance(self.given.handler, FsspecHandler):
-            self.given.handler.fs.invalidate_cache()
+        if self._special is not None:
+            self._special.refresh()
 
     def _compare(self, expected: Entry, found: Entry) -> None:
         if found.size != expected.size:
@@ -308,6 +294,20 @@ class Store:
 def _local_entry(path: str) -> Entry:
     stat = os.stat(path)
     return Entry(path, stat.st_size, stat.st_mtime_ns)
+
+
+def _is_file(info: fs.FileInfo) -> bool:
+    return bool(info.type == fs.FileType.File)
+
+
+def _etag(native: pa.NativeFile) -> str:
+    """Return the version of an open file. Empty if the store has none."""
+    try:
+        metadata = native.metadata()
+    except (OSError, pa.ArrowException):
+        return ""
+    etag = {str(name).lower(): value for name, value in (metadata or {}).items()}.get("etag", b"")
+    return etag.decode(errors="replace") if isinstance(etag, bytes) else str(etag)
 
 
 def _entry(info: fs.FileInfo) -> Entry:
