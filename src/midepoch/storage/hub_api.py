@@ -319,8 +319,7 @@ class _Forks:
 
 
 _forks = _Forks()
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(before=_forks.begin, after_in_parent=_forks.end, after_in_child=_forks.clear)
+os.register_at_fork(before=_forks.begin, after_in_parent=_forks.end, after_in_child=_forks.clear)
 _busy: dict[tuple[str, bool], float] = {}
 """Time until which an endpoint accepts no requests of a kind."""
 

@@ -206,8 +206,7 @@ def _make_locks() -> None:
 
 
 _make_locks()
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_make_locks)
+os.register_at_fork(after_in_child=_make_locks)
 
 
 def _check_etag(file: Entry, etag: str) -> None:
