@@ -63,7 +63,22 @@ def resolve(
     except MidepochError:
         raise
     except Exception as problem:  # raised below, since chained errors are shown with their credentials
-        failure = _failure(problem, scheme, address, secrets)
+        text = secrets.clean(str(problem))
+        if scheme in _NATIVE or is_hub_path(path):
+            failure: Exception = ValueError(f"storage_options for {scheme}:// cannot be used: {text}")
+        elif isinstance(problem, FileNotFoundError):  # the archive that contains the files
+            failure = DataNotFoundError(
+                f"{address} cannot be opened, because {text} does not exist. Check the address."
+            )
+        elif isinstance(problem, (ImportError, ValueError)):
+            failure = MidepochError(
+                f"{scheme}:// cannot be opened: {text}. s3://, gs:// and az:// are read natively, "
+                "others by fsspec, which needs the package for them."
+            )
+        elif isinstance(problem, OSError) or is_foreign(problem):
+            failure = FetchError(f"{address} could not be opened: {text}")
+        else:
+            failure = MidepochError(f"{address} cannot be opened: {type(problem).__name__}: {text}")
     raise failure
 
 
@@ -74,22 +89,6 @@ def check_utf8(*paths: str) -> None:
             path.encode()
         except UnicodeEncodeError:
             raise FormatError(f"{path!r}: the name of the file is not UTF-8. Rename it.") from None
-
-
-def _failure(problem: Exception, scheme: str, address: Address, secrets: Secrets) -> Exception:
-    text = secrets.clean(str(problem))
-    if scheme in _NATIVE or is_hub_path(address.raw):
-        return ValueError(f"storage_options for {scheme}:// cannot be used: {text}")
-    if isinstance(problem, FileNotFoundError):  # the archive that contains the files
-        return DataNotFoundError(f"{address} cannot be opened, because {text} does not exist. Check the address.")
-    if isinstance(problem, (ImportError, ValueError)):
-        return MidepochError(
-            f"{scheme}:// cannot be opened: {text}. s3://, gs:// and az:// are read natively, "
-            "others by fsspec, which needs the package for them."
-        )
-    if isinstance(problem, OSError) or is_foreign(problem):
-        return FetchError(f"{address} could not be opened: {text}")
-    return MidepochError(f"{address} cannot be opened: {type(problem).__name__}: {text}")
 
 
 def _given(filesystem: Any, address: Address, retry: Retry) -> tuple[Store, str]:
@@ -168,20 +167,20 @@ def s3_options(options: Mapping[str, Any]) -> dict[str, Any]:
     found = {_S3_NAMES.get(name.lower(), name): value for name, value in given.items() if value is not None}
     if isinstance(found.get("anonymous"), str):
         found["anonymous"] = found["anonymous"].lower() in ("true", "1", "yes")
+    environment = os.environ
     endpoint = (
-        found.get("endpoint_override") or os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
+        found.get("endpoint_override") or environment.get("AWS_ENDPOINT_URL_S3") or environment.get("AWS_ENDPOINT_URL")
     )
     if endpoint:
         check_endpoint(endpoint)
-        found["endpoint_override"] = endpoint.split("://", 1)[-1].rstrip("/")
-        if "://" in endpoint:
-            found.setdefault("scheme", endpoint.split("://", 1)[0])
-        found.setdefault("region", os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION") or "us-east-1")
-    found.setdefault("connect_timeout", 10.0)
-    found.setdefault("request_timeout", 30.0)
-    for name in ("connect_timeout", "request_timeout"):
-        found[name] = float(found[name])
-    return found
+        scheme, mark, host = endpoint.rpartition("://")
+        found["endpoint_override"] = host.rstrip("/")
+        if mark:
+            found.setdefault("scheme", scheme)
+        region = environment.get("AWS_REGION") or environment.get("AWS_DEFAULT_REGION") or "us-east-1"
+        found.setdefault("region", region)
+    timeouts = {"connect_timeout": 10.0, "request_timeout": 30.0}
+    return found | {name: float(found.get(name, seconds)) for name, seconds in timeouts.items()}
 
 
 def _by_fsspec(

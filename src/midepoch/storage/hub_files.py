@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from midepoch.errors import FetchError
-from midepoch.storage.address import Address
+from midepoch.storage.address import as_address
 from midepoch.storage.cache_files import CacheSlot, atomic_write, default_index_dir, read_or_make
 from midepoch.storage.damage import changed
 from midepoch.storage.hub_api import DEFAULT_ENDPOINT, Hub, HubPath, origin_of, parse_hub_path
@@ -70,15 +70,11 @@ class HubFiles:
         if token is not None and not isinstance(token, (str, bool)):
             raise ValueError(f"the token must be a str, True, False or None, got a {type(token).__name__}")
         endpoint = str(options.get("endpoint") or os.environ.get("HF_ENDPOINT") or DEFAULT_ENDPOINT)
-        try:
-            origin_of(endpoint)
-            valid = "@" not in endpoint
-        except ConnectionError:
-            valid = False
-        if not valid:
-            shown = Address(endpoint if "://" in endpoint else f"https://{endpoint}")
-            raise ValueError(f"the endpoint must be like {DEFAULT_ENDPOINT}, without a user, got {shown}")
-        return cls(Hub(endpoint, token))
+        with suppress(ConnectionError):
+            if "@" not in endpoint and origin_of(endpoint):
+                return cls(Hub(endpoint, token))
+        shown = as_address("endpoint", endpoint)
+        raise ValueError(f"the endpoint must be like {DEFAULT_ENDPOINT}, without a user, got {shown}")
 
     def __reduce__(self) -> tuple[Any, ...]:
         return HubFiles, (self._hub, self._commits)
