@@ -21,6 +21,7 @@ from pathlib import Path
 
 import pyarrow as pa
 
+from midepoch._internal.hints import warn_once
 from midepoch.errors import CorruptBlockError, DataChangedError, FormatError
 from midepoch.sources.source import CacheSpec
 from midepoch.storage.cache_files import LockFile, check_owner, is_network, make_private, sweep, temporary_path
@@ -149,7 +150,6 @@ class DiskShelf:
         self._limit, self._next_use = spec.limit, next_use
         self._written = spec.limit  # evict with the first block: other runs may have left more than the limit
         self._versions: dict[int, tuple[int, int, int]] = {}  # of mapped files, when they were opened
-        self._warned = False
         make_private(self._folder)
         check_owner(self._folder)
         self.locks = LockFile(self._folder / LOCK)
@@ -187,13 +187,12 @@ class DiskShelf:
             self._save(block, batch)
         except OSError as problem:
             worker = multiprocessing.current_process().name
-            if not self._warned and (not worker.startswith("midepoch-worker-") or worker.endswith("-0")):
-                _log.warning(
+            if not worker.startswith("midepoch-worker-") or worker.endswith("-0"):
+                warn_once(
                     "decoded blocks could not be cached in %s (%s) and will be decoded again when needed. Free some "
                     "space, or set another cache_dir or a smaller cache_bytes.",
-                    self._root, problem.strerror or problem,
+                    str(self._root), problem.strerror or str(problem),
                 )  # fmt: skip
-            self._warned = True
             return batch
         return self.open(block, trusted=True) or batch
 
@@ -269,9 +268,8 @@ class DiskShelf:
                 self._make_room(self._limit - size)
                 self._written = 0
             os.replace(temporary, path)
-        except BaseException:
+        finally:
             temporary.unlink(missing_ok=True)
-            raise
 
     def _write(self, path: Path, block: int, batch: pa.RecordBatch) -> int:
         """Write a block to a path under which no reader looks for it. Return the number of bytes."""

@@ -150,14 +150,14 @@ class LockFile:
             if self._fd is not None:
                 text = os.pread(self._fd, _NOTE_BYTES, number % _NOTES * _NOTE_BYTES)
         now = time.monotonic()
-        seen = self._first_seen.get(number)
-        if seen is None or seen[0] != text:
-            seen = self._first_seen[number] = (text, now)
+        seen, since = self._first_seen.get(number, (None, now))
+        if seen != text:
+            since = now
+            self._first_seen[number] = (text, now)
         noted, *about = text.decode(errors="replace").split("\t")
-        holder, since = (
-            (about[0], f" (since {about[1]})") if noted == str(number) and len(about) == 3 else (_UNKNOWN, "")
-        )
-        return holder, since, now - seen[1]
+        if noted != str(number) or len(about) != 3:
+            return _UNKNOWN, "", now - since
+        return about[0], f" (since {about[1]})", now - since
 
 
 def check_owner(path: Path) -> None:
@@ -280,9 +280,8 @@ def atomic_file(path: Path) -> Iterator[BinaryIO]:
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
-    except BaseException:
+    finally:
         temporary.unlink(missing_ok=True)
-        raise
 
 
 def sweep(folder: Path, pattern: str) -> None:
