@@ -16,8 +16,8 @@ import pyarrow.fs as fs
 
 from midepoch.errors import DataNotFoundError, FetchError, FormatError, MidepochError
 from midepoch.storage.address import Address, Link, Secrets, is_mistyped
-from midepoch.storage.hub_api import is_hub_path, parse_hub_path, refuse_web_page
-from midepoch.storage.hub_files import HubFiles
+from midepoch.storage.hub import Hub
+from midepoch.storage.hub_paths import is_hub_path, parse_hub_path, refuse_web_page
 from midepoch.storage.open_files import FsspecHandler, is_foreign, options_of, redact_logs
 from midepoch.storage.stores import Retry, Store
 
@@ -55,7 +55,7 @@ def resolve(
     secrets = Secrets.of(address, options)
     try:
         if is_hub_path(path):
-            store = Store(HubFiles.of_options(options), "hf://", secrets, given or _HUB_RETRY)
+            store = Store(Hub.of_options(options), "hf://", secrets, given or _HUB_RETRY)
             return store, parse_hub_path(path.split("://", 1)[1]).given
         if scheme in _NATIVE:
             return _native(address, options, secrets, retry)

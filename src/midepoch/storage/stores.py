@@ -24,7 +24,7 @@ from midepoch._internal.values import integer
 from midepoch.errors import CorruptBlockError, DataNotFoundError, FetchError, MidepochError
 from midepoch.storage.address import Address, Secrets
 from midepoch.storage.damage import PAUSES, changed, is_damage, refusal, retry_after
-from midepoch.storage.hub_files import HubFiles
+from midepoch.storage.hub import Hub
 from midepoch.storage.open_files import Entry as Entry
 from midepoch.storage.open_files import FsspecHandler, ShortError, checked_file, is_foreign, options_of
 from midepoch.storage.open_files import OpenFile as OpenFile
@@ -76,7 +76,7 @@ class Retry:
 class Store:
     """Files of one file system. Pickles include its credentials, for worker processes. Nothing else saves them."""
 
-    given: fs.FileSystem | HubFiles
+    given: fs.FileSystem | Hub
     scheme: str = ""
     secrets: Secrets = field(default_factory=Secrets)
     retry: Retry = field(default_factory=Retry)
@@ -101,10 +101,10 @@ class Store:
         return self.given
 
     @property
-    def _special(self) -> HubFiles | FsspecHandler | None:
+    def _special(self) -> Hub | FsspecHandler | None:
         """The file system if it is not one of pyarrow's own."""
         special = self.given.handler if isinstance(self.given, fs.PyFileSystem) else self.given
-        return special if isinstance(special, HubFiles | FsspecHandler) else None
+        return special if isinstance(special, Hub | FsspecHandler) else None
 
     @property
     def forked_is_fatal(self) -> bool:
@@ -133,7 +133,7 @@ class Store:
 
     def list(self, folder: str) -> list[Entry]:
         """Return all files below a folder, at any depth, from one listing."""
-        if isinstance(self.given, HubFiles):
+        if isinstance(self.given, Hub):
             return self.given.below(folder, partial(self.persist, folder, "listed"))
         selector = fs.FileSelector(folder, recursive=True, allow_not_found=True)
         infos = self.persist(folder, "listed", lambda: self.filesystem.get_file_info(selector))
@@ -148,13 +148,13 @@ class Store:
 
     def stat(self, path: str) -> Entry | None:
         """Return the entry of a file, or None if the path is not a file."""
-        if isinstance(self.given, HubFiles):
+        if isinstance(self.given, Hub):
             return self.given.stat(path, partial(self.persist, path, "looked at"))
         info = self.persist(path, "looked at", lambda: self.filesystem.get_file_info(path))
         return _entry(info) if _is_file(info) else None
 
     def is_folder(self, path: str) -> bool:
-        if isinstance(self.given, HubFiles):
+        if isinstance(self.given, Hub):
             return bool(self.list(path))
         info = self.persist(path, "looked at", lambda: self.filesystem.get_file_info(path))
         return bool(info.type == fs.FileType.Directory)
@@ -167,7 +167,7 @@ class Store:
         if self.local:
             self._compare(entry, _local_entry(entry.path))
             return OpenFile(pa.OSFile(entry.path))  # not mapped: truncation of the file would crash the process
-        if isinstance(self.given, HubFiles):  # compared with the entry when it is read
+        if isinstance(self.given, Hub):  # compared with the entry when it is read
             return OpenFile(pa.PythonFile(self.given.open(entry), mode="r"), entry.etag)
         native = self.filesystem.open_input_file(entry.path)
         etag = self._special.version(entry.path) if self._special is not None else _etag(native)
@@ -178,13 +178,13 @@ class Store:
         """Raise DataChangedError if a file has changed since it was indexed."""
         if self.local:
             self._compare(expected, _local_entry(expected.path))
-        elif not isinstance(self.given, HubFiles):  # files of a commit do not change
+        elif not isinstance(self.given, Hub):  # files of a commit do not change
             self.open(expected).close()
 
     @property
     def earlier(self) -> str:
         """Versions of the files that were opened before on this machine, if the store keeps them."""
-        return self.given.earlier if isinstance(self.given, HubFiles) else ""
+        return self.given.earlier if isinstance(self.given, Hub) else ""
 
     def refresh(self) -> None:
         """Look up again what this process, or another one of this machine, looked up a moment ago."""
