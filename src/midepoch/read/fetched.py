@@ -10,6 +10,7 @@ import time
 import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -272,26 +273,21 @@ class _Ahead:
                     if self._blocks:
                         self._call_one()
             if request is None:
-                if not self._fetch(block):
+                make = self._make()
+                if make is None:  # the reader no longer exists
                     return
+                try:
+                    self._cache.prefetch(block, partial(make, block))
+                except Exception as problem:  # the reader gets the error when it needs the block
+                    self._failed.add(block)
+                    _log.debug("block %d could not be prefetched: %s", block, problem)
+                del make
             else:
                 shelf = self._cache.shelf
                 blocks = deque(each for each in request() if each not in self._failed and not shelf.has(each))
                 with self._changed:
                     if request is self._request:  # else another thread has a later one
                         self._blocks = blocks
-
-    def _fetch(self, block: int) -> bool:
-        """Fetch one block. Return False if the reader no longer exists."""
-        make = self._make()
-        if make is None:
-            return False
-        try:
-            self._cache.prefetch(block, lambda: make(block))
-        except Exception as problem:  # the reader gets the error when it needs the block
-            self._failed.add(block)
-            _log.debug("block %d could not be prefetched: %s", block, problem)
-        return True
 
     def close(self) -> None:
         if self._process != os.getpid():

@@ -70,10 +70,12 @@ class Parameter(NamedTuple):
 
 
 class Link(NamedTuple):
-    """One part of an address: ``scheme://user:password@path?query``."""
+    """One part of an address: ``scheme://user:password@path?query``, or a path without a scheme."""
 
+    text: str
+    """As given."""
     head: str
-    """The scheme as written, with its slashes."""
+    """The scheme as written, with its slashes. Empty without one; then nothing but the path is set."""
     userinfo: str
     path: str
     query: str = ""
@@ -106,7 +108,7 @@ class Link(NamedTuple):
         """The path, and all parameters of the part that may be a query."""
         text = self.path + self.query
         pattern = _WEB_QUERY if self.scheme in _WEB else _QUERY
-        start = None if self.scheme == "file" else pattern.search(text)
+        start = None if self.scheme in ("", "file") else pattern.search(text)
         return (text, ()) if start is None else (text[: start.start()], _parameters(text[start.start() :]))
 
     @property
@@ -117,6 +119,8 @@ class Link(NamedTuple):
     @property
     def public(self) -> str:
         """The link without parts that may be credentials."""
+        if not self.head:
+            return _MISTYPED.sub(r"\1\3", self.path)
         path, parameters = self.shown
         path = f"***{path[len(self.dubious) :]}" if self.dubious else path
         return f"{self.head}{path}{_joined([each for each in parameters if not each.is_suspect], 'public')}"
@@ -124,6 +128,8 @@ class Link(NamedTuple):
     @property
     def identity(self) -> str:
         """The link without parts that are certainly credentials."""
+        if not self.head.endswith("//"):
+            return self.text
         certain = ":" in self.userinfo and not re.search(r"\s", self.userinfo)
         user = "" if certain or not self.userinfo else f"{self.userinfo}@"
         kept = [each for each in self.parameters if not each.is_credential]
@@ -144,26 +150,19 @@ class Address:
     """The address as given."""
 
     @cached_property
-    def parts(self) -> tuple[tuple[str, Link | None], ...]:
-        """The addresses of a chain, as given and parsed. Those without a scheme are not parsed."""
-        return tuple((part, _parsed(part)) for part in _LINKS.split(self.raw))
-
-    @property
     def links(self) -> tuple[Link, ...]:
-        """The parts of the address that have a scheme."""
-        return tuple(link for _, link in self.parts if link is not None)
+        """The parts of a chain. Most addresses have one."""
+        return tuple(map(_parsed, _LINKS.split(self.raw)))
 
     @cached_property
     def public(self) -> str:
         """The address for display, without parts that may be credentials."""
-        texts = (_MISTYPED.sub(r"\1\3", part) if link is None else link.public for part, link in self.parts)
-        return "::".join(texts)
+        return "::".join(link.public for link in self.links)
 
     @cached_property
     def identity(self) -> str:
         """The address without its credentials, equal for all credentials. Without any, the unchanged text."""
-        texts = (link.identity if link and link.head.endswith("//") else part for part, link in self.parts)
-        return "::".join(texts)
+        return "::".join(link.identity for link in self.links)
 
     def __str__(self) -> str:
         return self.public
@@ -220,24 +219,25 @@ def as_address(name: str, value: str) -> Address:
     return Address(value if "://" in value or "endpoint" not in name else f"https://{value}")
 
 
-def _parsed(part: str) -> Link | None:
+def _parsed(part: str) -> Link:
     if (match := _SCHEME.fullmatch(part)) is None:
-        return None
+        return Link(part, "", "", part)
     head, scheme = f"{match[1]}:{match[2]}", match[1].lower()
     if scheme in _WITHOUT_HOSTS or (match[2] == "/" and not is_address(part)):
         userinfo, rest, dubious = "", match[3], ""
     else:
         userinfo, rest, dubious = _split_user(scheme, match[3])
+    path, query = rest, ""
     if scheme in _WEB:
-        start = _WEB_QUERY.search(rest)  # a "?" without "=" belongs to a glob pattern
-        cut = len(rest) if start is None else start.start()
-        return Link(head, userinfo, rest[:cut], rest[cut:], dubious)
-    path, mark, query = rest.rpartition("?")
-    names = [unquote(piece.partition("=")[0]) for piece in query.split("&")]
-    known = all(name in URL_OPTIONS or certain for name, certain in zip(names, _certain(names), strict=True))
-    if mark and "=" in query and scheme != "file" and known:
-        return Link(head, userinfo, path, mark + query, dubious)
-    return Link(head, userinfo, rest, "", dubious)
+        if start := _WEB_QUERY.search(rest):  # a "?" without "=" belongs to a glob pattern
+            path, query = rest[: start.start()], rest[start.start() :]
+    elif scheme != "file":
+        before, mark, after = rest.rpartition("?")
+        names = [unquote(piece.partition("=")[0]) for piece in after.split("&")]
+        known = all(name in URL_OPTIONS or certain for name, certain in zip(names, _certain(names), strict=True))
+        if mark and "=" in after and known:
+            path, query = before, mark + after
+    return Link(part, head, userinfo, path, query, dubious)
 
 
 def _split_user(scheme: str, rest: str) -> tuple[str, str, str]:

@@ -191,12 +191,12 @@ def _by_fsspec(
     except ImportError:
         raise MidepochError(f"{scheme}:// needs fsspec: `pip install fsspec` and the package for {scheme}.") from None
     parts: list[str] = []
-    for text, link in address.parts:
-        own = None if link is None else _fsspec_options(link)
-        if link is not None and own:  # options without a scheme are for the first address of a chain
+    for link in address.links:
+        own = _fsspec_options(link)
+        if own:  # options without a scheme are for the first address of a chain
             plain = {name: options.pop(name) for name in own if not parts and name in options}
             options[link.scheme] = _merged(own, _merged(plain, options.get(link.scheme, {})))
-        parts.append(text if link is None or own is None else link.target)
+        parts.append(link.text if own is None else link.target)
     redact_logs()
     filesystem, inner = fsspec.core.url_to_fs("::".join(parts), **options)
     if Address(inner).identity != inner:

@@ -28,7 +28,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 from urllib.parse import quote, urljoin, urlsplit
 
 from midepoch.errors import DataNotFoundError, FetchError, MidepochError
@@ -38,8 +38,7 @@ from midepoch.storage.damage import ThrottledError, changed, requested_wait
 from midepoch.storage.hub_paths import HubPath, parse_hub_path
 from midepoch.storage.open_files import Entry, RangeFile, redact_logs
 
-T = TypeVar("T")
-Persist = Callable[[Callable[[], T]], T]
+Persist = Callable[[Callable[[], Any]], Any]
 """Function that runs an action, and retries it."""
 
 _log = logging.getLogger("midepoch")
@@ -120,17 +119,17 @@ class Hub:
         """Versions that were opened before on this machine, as addresses."""
         return ", ".join(self._before)
 
-    def below(self, folder: str, persist: Persist[Any]) -> list[Entry]:
+    def below(self, folder: str, persist: Persist) -> list[Entry]:
         """Return all files below a folder, at any depth."""
         return list(self._listed(parse_hub_path(folder), persist, recursive=True).values())
 
-    def stat(self, path: str, persist: Persist[Any]) -> Entry | None:
+    def stat(self, path: str, persist: Persist) -> Entry | None:
         """Return a file, or None. Its folder is listed: thousands of files in a list of paths cost one listing."""
         at = parse_hub_path(path)
         folder = at._replace(path=at.path.rpartition("/")[0])
         return self._listed(folder, persist, recursive=False).get(path) if at.path else None
 
-    def _listed(self, at: HubPath, persist: Persist[Any], *, recursive: bool) -> dict[str, Entry]:
+    def _listed(self, at: HubPath, persist: Persist, *, recursive: bool) -> dict[str, Entry]:
         key = at.given, recursive
         listed = self._listings.get(key)  # another thread may clear them
         if listed is None:
@@ -139,7 +138,7 @@ class Hub:
             listed = self._listings[key] = {file.path: file for file in files}
         return listed
 
-    def _commit_now(self, of: HubPath, persist: Persist[str]) -> str:
+    def _commit_now(self, of: HubPath, persist: Persist) -> str:
         """Return the commit of a revision, as looked up by this machine within the last seconds."""
         started, seconds = time.time(), self._fresh_seconds
         if self.offline and seconds:
@@ -175,7 +174,7 @@ class Hub:
             raise ConnectionError(f"the answer of {self.place} names no commit")
         return commit
 
-    def _files_at(self, of: HubPath, persist: Persist[Any], recursive: bool) -> list[Entry]:
+    def _files_at(self, of: HubPath, persist: Persist, recursive: bool) -> list[Entry]:
         """Return the files below a folder at a commit: saved, or listed by one process of this machine."""
 
         def look_up(_: dict[str, Any]) -> dict[str, Any]:

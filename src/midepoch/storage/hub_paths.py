@@ -54,8 +54,7 @@ def refuse_web_page(address: str) -> None:
 
 def is_hub_path(address: str) -> bool:
     """Return True for the address of a dataset repository."""
-    scheme, mark, inner = address.partition("://")
-    return mark != "" and scheme.lower() == "hf" and f"{inner}/".startswith(_PREFIX)
+    return re.match(r"(?i:hf)://datasets(?:/|$)", address) is not None
 
 
 def parse_hub_path(address: str) -> HubPath:

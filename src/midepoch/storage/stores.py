@@ -135,8 +135,8 @@ class Store:
         """Return all files below a folder, at any depth, from one listing."""
         if isinstance(self.given, Hub):
             return self.given.below(folder, partial(self.persist, folder, "listed"))
-        selector = fs.FileSelector(folder, recursive=True, allow_not_found=True)
-        infos = self.persist(folder, "listed", lambda: self.filesystem.get_file_info(selector))
+        below = fs.FileSelector(folder, recursive=True, allow_not_found=True)
+        infos = self.persist(folder, "listed", lambda: self.filesystem.get_file_info(below))
         return [self._listed(info) for info in infos if _is_file(info)]
 
     def _listed(self, info: fs.FileInfo) -> Entry:
@@ -170,7 +170,8 @@ class Store:
         if isinstance(self.given, Hub):  # compared with the entry when it is read
             return OpenFile(pa.PythonFile(self.given.open(entry), mode="r"), entry.etag)
         native = self.filesystem.open_input_file(entry.path)
-        etag = self._special.version(entry.path) if self._special is not None else _etag(native)
+        special = self._special
+        etag = special.version(entry.path) if isinstance(special, FsspecHandler) else _etag(native)
         self._compare(entry, Entry(entry.path, native.size(), 0, etag))
         return OpenFile(pa.PythonFile(checked_file(native), mode="r"), etag)
 
