@@ -108,26 +108,30 @@ def explained(
     """Return why a call does not fit a signature, and what does. None if it fits."""
     parameters = {key: each for key, each in signature.parameters.items() if key not in ("self", "cls")}
     given = len(args) - (len(signature.parameters) - len(parameters))
-    kinds = {each.kind for each in parameters.values()}
-    unknown = [] if inspect.Parameter.VAR_KEYWORD in kinds else [key for key in kwargs if key not in parameters]
+    takes_any = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values())
+    unknown = [] if takes_any else [key for key in kwargs if key not in parameters]
     if unknown:
         first = unknown[0]
-        hint = hints.get(first) or nearest(first, parameters, "{}=") or hints.get("*")
-        return f"{name}() has no argument {first!r}. {hint or f'It takes {_listed(parameters)}.'}"
+        hint = (
+            hints.get(first)
+            or nearest(first, parameters, "{}=")
+            or hints.get("*")
+            or f"It takes {_listed(parameters)}."
+        )
+        return f"{name}() has no argument {first!r}. {hint}"
     positional = [key for key, each in parameters.items() if each.kind is each.POSITIONAL_OR_KEYWORD]
-    if given > len(positional) and inspect.Parameter.VAR_POSITIONAL not in kinds:
+    takes_more = any(each.kind is inspect.Parameter.VAR_POSITIONAL for each in parameters.values())
+    if given > len(positional) and not takes_more:
         keywords = [key for key, each in parameters.items() if each.kind is each.KEYWORD_ONLY]
         rest = f" Pass {_listed(keywords)} by name." if keywords else f" It takes {_listed(parameters)}."
         rest = f" {hints['too many']}{rest}" if "too many" in hints else rest
         if positional and "Sequence[" in str(parameters[positional[-1]].annotation):
             rest = " Pass several as a list." + rest
-        count = f"{len(positional) or 'no'} argument{'s' * (len(positional) > 1)}"
-        return f"{name}() takes {count} by position, got {given}.{rest}"
+        return f"{name}() takes {_count(len(positional))} by position, got {given}.{rest}"
     twice = [key for key in positional[:given] if key in kwargs]
     if twice:
-        return (
-            f"{name}() got {twice[0]!r} twice: by position and by name. {hints.get(f'{twice[0]} twice', '')}".rstrip()
-        )
+        hint = hints.get(f"{twice[0]} twice", "")
+        return f"{name}() got {twice[0]!r} twice: by position and by name.{' ' if hint else ''}{hint}"
     bound = {*positional[:given], *kwargs}
     needed = [
         key
@@ -135,7 +139,8 @@ def explained(
         if each.default is each.empty and key not in bound and each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)
     ]
     if needed:
-        return f"{name}() needs {_listed(needed)}. {hints.get(f'{needed[0]} missing', '')}".rstrip()
+        hint = hints.get(f"{needed[0]} missing", "")
+        return f"{name}() needs {_listed(needed)}.{' ' if hint else ''}{hint}"
     return None
 
 
@@ -143,8 +148,7 @@ def no_attribute(owner: str, name: str, names: Iterable[str], hints: Hints) -> A
     """Return the error for an attribute that does not exist."""
     names = tuple(names)
     hint = hints.get(name) or ("" if name.startswith("_") else nearest(name, names, "{}") or _all(names))
-    text = f"{owner} has no attribute {name!r}. {hint}".rstrip()
-    return AttributeError(text, name=name, obj=None)  # without an object, Python adds no suggestion of its own
+    return _attribute_error(f"{owner} has no attribute {name!r}.{' ' if hint else ''}{hint}", name)
 
 
 def setter(owner: str, hints: Hints, remedy: str) -> Callable[[Any, str, Any], None]:
@@ -159,6 +163,11 @@ def setter(owner: str, hints: Hints, remedy: str) -> Callable[[Any, str, Any], N
         object.__setattr__(self, name, value)
 
     return set_attribute
+
+
+def _attribute_error(text: str, name: str) -> AttributeError:
+    """Return the error. Without an object, Python adds no suggestion of its own to a traceback."""
+    return AttributeError(text, name=name, obj=None)
 
 
 def fixed(owner: str, remedy: str) -> Callable[[C], C]:
@@ -180,10 +189,10 @@ class Elsewhere:
     """Attribute of a class that does not exist there. Reading it raises AttributeError with a hint."""
 
     def __init__(self, owner: str, name: str, hint: str) -> None:
-        self._owner, self._name, self._hint = owner, name, hint
+        self._text, self._name = f"{owner} has no attribute {name!r}. {hint}", name
 
     def __get__(self, instance: object, owner: type) -> Any:
-        raise no_attribute(self._owner, self._name, (), {self._name: self._hint})
+        raise _attribute_error(self._text, self._name)
 
 
 def nearest(name: str, names: Iterable[str], form: str) -> str:
@@ -215,6 +224,10 @@ def _listed(names: Iterable[str]) -> str:
     return ", ".join(names) or "no arguments"
 
 
+def _count(number: int) -> str:
+    return "no argument" if number == 0 else f"{number} argument{'s' * (number != 1)}"
+
+
 OPEN_ALREADY = "It is a dataset already: use it as it is."
 
 
@@ -238,11 +251,11 @@ def opener_of(given: Any) -> str | None:
         if given and is_dataset(next(iter(given.values()))):
             return None
         return f"{found} with one of them" if found and ".from_hf(" in found else "midepoch.from_dict(columns)"
+    if isinstance(given, (list, tuple)) and given and all(isinstance(row, Mapping) for row in given[:3]):
+        return "midepoch.from_list(rows)"
+    if isinstance(given, (list, tuple)) and given and isinstance(given[0], (str, bytes)):
+        return None
     if isinstance(given, (list, tuple)) and given:
-        if all(isinstance(row, Mapping) for row in given[:3]):
-            return "midepoch.from_list(rows)"
-        if isinstance(given[0], (str, bytes)):
-            return None
         found = None if is_array(given[0]) else opener_of(given[0])
         return found if found is not None and "from_map" not in found else "midepoch.from_map_style(items)"
     if inspect.isgenerator(given) or inspect.isroutine(given):
