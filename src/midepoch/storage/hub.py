@@ -52,8 +52,7 @@ _OPTIONS = ("token", "endpoint")
 _REDIRECTS_KEPT = 4096
 _HASH = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 _RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+|\*)")
-_VERSION = 1
-_COLUMNS = ("path", "size", "etag")
+_VERSION = 2
 _LISTINGS_KEPT = 3
 """Listings of other commits of the same folder that are kept."""
 
@@ -152,9 +151,8 @@ class Hub:
             before = saved.get("before" if saved.get("commit") == commit else "commit", "")
             return {"commit": commit, "before": before, "checked": time.time()}
 
-        if of.is_pinned:
-            found = {"commit": of.revision, "before": ""}
-        else:
+        found = {"commit": of.revision, "before": ""}
+        if not of.is_pinned:
             found = _saved_or(self._lookup(of), f"the commit of hf://{of.root}", is_fresh, look_up)
         if found["before"]:
             self._before.append(f"hf://datasets/{of.repo}@{found['before']}")
@@ -185,17 +183,16 @@ class Hub:
                 files, query = persist(partial(self._page, of, query))  # a failure repeats one page
                 found += files
                 if not query:
-                    below = [file for file in found if not of.path or file.path.startswith(f"{of.path}/")]
-                    return {name: [getattr(file, name) for file in below] for name in _COLUMNS}
+                    below = (file for file in found if not of.path or file.path.startswith(f"{of.path}/"))
+                    return {"files": [(file.path, file.size, file.etag) for file in below]}
             raise FetchError(
                 f"{self.place} lists hf://{of.root} without end: a page names an earlier one. "
                 "Check for a proxy that drops or caches queries."
             )
 
         path = _path("listing", self.place, of.repo, of.path, str(recursive), commit=of.revision)
-        saved = _saved_or(path, f"the listing of hf://{of.root}", set(_COLUMNS).issubset, look_up)
-        columns = zip(*(saved[name] for name in _COLUMNS), strict=True)
-        return [Entry(f"{of.root}/{file}", size, 0, etag) for file, size, etag in columns]
+        saved = _saved_or(path, f"the listing of hf://{of.root}", lambda saved: "files" in saved, look_up)
+        return [Entry(f"{of.root}/{file}", size, 0, etag) for file, size, etag in saved["files"]]
 
     def _page(self, of: HubPath, query: str) -> tuple[list[Entry], str]:
         """Return the files of one page of a listing, and the query of the next page. Empty for the last one."""
@@ -231,7 +228,7 @@ class Hub:
             answer = self._read_elsewhere(url, part)
             if answer.status_code in (200, 206):
                 return _contents(answer, file, start, stop)
-        with _resolving[hash(at) % len(_resolving)]:  # threads that read one file ask for its address once
+        with _forks.resolving[hash(at) % len(_forks.resolving)]:  # threads that read one file ask for its address once
             other = self._redirects.get(at)
             if other is None or other == url:  # there is none, or it was refused: signed addresses expire
                 found = self._get(at, f"/datasets/{at.repo}/resolve/{at.revision}/{quote(at.path)}", part)
@@ -370,6 +367,9 @@ class _Forks:
 
     huggingface_hub closes its connections in a forked process. That waits indefinitely if a thread of the parent was
     sending a request, because its lock is copied without it: with 8 busy threads, in a quarter of all forks.
+
+    It also has the other locks that a forked process needs anew: ``resolving``, for threads that read one file, and
+    ``listing``.
     """
 
     def __init__(self) -> None:
@@ -378,6 +378,8 @@ class _Forks:
     def clear(self) -> None:
         """Forget all threads, as in a forked process, which has none of them."""
         self._changed, self._requests, self._forks = threading.Condition(), 0, 0
+        self.resolving = [threading.Lock() for _ in range(64)]
+        self.listing = threading.RLock()  # lock files do not exclude threads
 
     @contextmanager
     def wait(self) -> Iterator[None]:
@@ -427,21 +429,6 @@ def origin_of(url: str, base: str = "") -> tuple[str, str, int]:
     if not port or not parts.hostname:
         raise ConnectionError(_INVALID)
     return parts.scheme, parts.hostname.lower(), port
-
-
-_resolving: list[threading.Lock] = []
-_listing_lock = threading.RLock()  # lock files do not exclude threads
-
-
-def _make_locks() -> None:
-    """Create the locks, and again in a forked process, which has no copy of the threads that hold them."""
-    global _listing_lock
-    _resolving[:] = [threading.Lock() for _ in range(64)]
-    _listing_lock = threading.RLock()
-
-
-_make_locks()
-os.register_at_fork(after_in_child=_make_locks)
 
 
 def _check_etag(file: Entry, etag: str) -> None:
@@ -499,7 +486,7 @@ def _saved_or(
         slot.keep(lambda: _save(path, found))
         return found
 
-    with _listing_lock:
+    with _forks.listing:
         return read_or_make(path, what, read, make)
 
 
