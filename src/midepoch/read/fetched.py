@@ -86,9 +86,9 @@ class FetchedBlocks:
 
         Prefetching begins with the second call, so that reading a single batch costs only that batch.
         """
-        known = self._plan.known
+        is_known = self._plan.now is not None
         self._plan.move(epoch, position, uses)
-        if known:
+        if is_known:
             plan, held = self._plan, frozenset(self._open)
             self._ahead.wake(lambda: [block for block in plan.coming() if block not in held])
 
@@ -167,28 +167,26 @@ class _Plan:
     """Schedule of block uses, as far as known, and the size of blocks."""
 
     def __init__(self, source: Source, sharers: int) -> None:
-        self._sharers = sharers
-        self._lock = threading.Lock()
+        assert source.access is not None
+        self._sharers, self._limit = sharers, source.access.cache.limit
         self._rows = np.diff(source.layout.block_starts)
         self._row_bytes = source.bytes_per_row
         self._warned = False
-        self._limit = source.access.cache.limit if source.access else 0
         self._epoch = -1
-        self._position = 0
-        self.known = False
-        self._blocks = self._first = self._last = np.empty(0, dtype=np.int64)
+        self.now: tuple[BlockUses, int] | None = None
+        """The uses by this process, and the position: one value, which other threads read."""
         self._last_of: dict[int, int] = {}
         self._first_of: dict[int, int] = {}
 
     def move(self, epoch: int, position: int, uses: Callable[[], tuple[BlockUses, BlockUses]]) -> None:
-        with self._lock:
-            if epoch != self._epoch:
-                own, shared = uses()
-                self._epoch, self._blocks, self._first, self._last = epoch, own.blocks, own.first, own.last
-                order = np.argsort(shared.last, kind="stable")
-                self._last_of = dict(zip(shared.blocks[order].tolist(), shared.last[order].tolist(), strict=True))
-                self._first_of = dict(zip(shared.blocks[::-1].tolist(), shared.first[::-1].tolist(), strict=True))
-            self._position, self.known = position, True
+        if self.now is not None and epoch == self._epoch:
+            self.now = self.now[0], position
+            return
+        own, shared = uses()
+        order = np.argsort(shared.last, kind="stable")
+        self._last_of = dict(zip(shared.blocks[order].tolist(), shared.last[order].tolist(), strict=True))
+        self._first_of = dict(zip(shared.blocks[::-1].tolist(), shared.first[::-1].tolist(), strict=True))
+        self._epoch, self.now = epoch, (own, position)
 
     def learn(self, size: int, rows: int) -> None:
         """Update the estimated bytes per row from the size of some rows."""
@@ -197,22 +195,22 @@ class _Plan:
     def over(self, block: int) -> bool:
         """Return True if a block will not be read again in this epoch."""
         last = self._last_of.get(block)
-        return last is not None and last < self._position
+        return last is not None and self.now is not None and last < self.now[1]
 
     def next_use(self, block: int) -> float:
         """Return the number of positions until the next use."""
         first, last = self._first_of.get(block), self._last_of.get(block)
-        if first is None or last is None or last < self._position:
+        if self.now is None or first is None or last is None or last < self.now[1]:
             return float("inf")
-        return float(max(0, first - self._position))
+        return float(max(0, first - self.now[1]))
 
     def coming(self) -> list[int]:
         """Return the blocks in use, then the next ones in order, as many as fit."""
-        with self._lock:
-            start = int(np.searchsorted(self._first, self._position, side="right"))
-            blocks, last, position = self._blocks, self._last, self._position
-        used = blocks[:start][last[:start] >= position]
-        ahead = blocks[start : start + 4096]
+        assert self.now is not None
+        own, position = self.now
+        start = int(np.searchsorted(own.first, position, side="right"))
+        used = own.blocks[:start][own.last[:start] >= position]
+        ahead = own.blocks[start : start + 4096]
         taken = float(self._rows[used].sum()) * self._row_bytes
         room = min(self._limit * _AHEAD_SHARE / self._sharers - taken, max(_AHEAD_BYTES, taken))
         if taken > self._limit and not self._warned:

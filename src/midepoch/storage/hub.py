@@ -205,7 +205,7 @@ class Hub:
         except (KeyError, TypeError, ValueError, AttributeError):
             raise ConnectionError(f"the listing of {self.place} cannot be parsed") from None
         # Only the query: a mirror may name the server of the Hub, which must not get the token.
-        return files, urlsplit(answer.links.get("next", {}).get("url", "")).query
+        return files, answer.links.get("next", {}).get("url", "").partition("?")[2]
 
     def _lookup(self, of: HubPath) -> Path:
         return _path("revision", self.place, of.repo, of.revision)

@@ -261,11 +261,10 @@ class Store:
         if isinstance(problem, MidepochError):
             return self._cleaned(problem)
         name, text = self.name(path), self.secrets.clean(str(problem))
-        if isinstance(problem, (FileNotFoundError, NotADirectoryError)):
-            remedy = " Restore it, or open the dataset again with force_reindex=True." if what == "read" else ""
-            return DataNotFoundError(f"{name} does not exist.{remedy}")
         if cause == "gone":
-            return DataNotFoundError(f"{name} does not exist: {text}")
+            said = "" if isinstance(problem, (FileNotFoundError, NotADirectoryError)) else f": {text}"
+            remedy = " Restore it, or open the dataset again with force_reindex=True." if what == "read" else ""
+            return DataNotFoundError(f"{name} does not exist{said}.{remedy}")
         if cause == "denied":
             remedy = "its permissions" if self.local else "the credentials in the environment or in storage_options"
             return FetchError(f"{name} cannot be {what}: access is denied ({text}). Check {remedy}.")
