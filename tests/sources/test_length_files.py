@@ -21,11 +21,11 @@ import pytest
 
 import midepoch
 from data import write_arrow
+from midepoch._internal.hints import forget_warnings
 from midepoch.errors import DataChangedError, FormatError
 from midepoch.sources import Source, lengths
 from midepoch.sources import lengths as lengths_module
 from midepoch.sources.lengths import lengths_of
-from midepoch.storage.cache_files import _warned
 from row_lengths import VALUES, everything, expected, sidecars, source_of
 from s3 import Server, storage_options
 
@@ -189,7 +189,7 @@ def test_folder_that_cannot_be_written(
     (tmp_path / "cache").write_text("a file, no folder")
     monkeypatch.setenv("MIDEPOCH_CACHE", str(tmp_path / "cache"))
     source = source_of(path)
-    _warned.clear()
+    forget_warnings()
     with caplog.at_level(logging.WARNING, "midepoch"):
         lengths = lengths_of(source, "t")
     assert everything(lengths) == everything(pickle.loads(pickle.dumps(lengths))) == expected(VALUES)

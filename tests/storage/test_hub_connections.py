@@ -21,7 +21,7 @@ import midepoch
 from forks import forked
 from hub import use_settings
 from midepoch.errors import MidepochError
-from midepoch.storage.hub_api import Hub, origin_of
+from midepoch.storage.hub import Hub, origin_of
 
 Answerer = Callable[[BaseHTTPRequestHandler], None]
 
@@ -214,4 +214,4 @@ def test_without_the_package_the_error_names_the_extra(missing: str, monkeypatch
 
 def test_a_pickle_keeps_the_settings() -> None:
     hub = pickle.loads(pickle.dumps(Hub("https://hub.example/", " hf_x ", True)))
-    assert (hub.endpoint, hub._token, hub.offline) == ("https://hub.example", "hf_x", True)
+    assert (hub.place, hub._token, hub.offline) == ("https://hub.example", "hf_x", True)

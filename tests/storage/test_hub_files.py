@@ -25,7 +25,7 @@ from hub import Files, HubServer, _CdnHandler, use_settings
 from midepoch.errors import CheckpointMismatchError, DataChangedError, DataNotFoundError, FetchError, FormatError
 from midepoch.sources.listing import nearest
 from midepoch.storage.addresses import resolve
-from midepoch.storage.hub_api import parse_hub_path
+from midepoch.storage.hub_paths import parse_hub_path
 from midepoch.storage.stores import Retry
 from midepoch.testing import assert_resumes_exactly
 from tar_files import samples, write_tar
@@ -79,7 +79,7 @@ def reopened(
     hub: HubServer, monkeypatch: pytest.MonkeyPatch, address: str = GLOB, **arguments: Any
 ) -> midepoch.Dataset:
     """Open the dataset as a process does that starts later."""
-    monkeypatch.setattr("midepoch.storage.hub_files.FRESH_SECONDS", 0.0)
+    monkeypatch.setattr("midepoch.storage.hub.FRESH_SECONDS", 0.0)
     return midepoch.from_files(address, **arguments)
 
 
@@ -284,7 +284,7 @@ def test_offline_uses_what_was_read_before(hub: HubServer, tmp_path: Path, monke
     ids(midepoch.from_files(GLOB, cache_dir=tmp_path / "blocks"))
     asked = hub.requests.total()
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    monkeypatch.setattr("midepoch.storage.hub_files.time.time", lambda: 1e10)
+    monkeypatch.setattr("midepoch.storage.hub.time.time", lambda: 1e10)
     assert ids(midepoch.from_files(GLOB, cache_dir=tmp_path / "blocks")) == list(range(SHARDS * ROWS))
     assert hub.requests.total() == asked
     with pytest.raises(FetchError, match="HF_HUB_OFFLINE is set"):

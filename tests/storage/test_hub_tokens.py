@@ -10,7 +10,7 @@ import pytest
 from forks import forked
 from hub import use_settings
 from midepoch.errors import FetchError
-from midepoch.storage.hub_api import Hub
+from midepoch.storage.hub import Hub
 
 ENDPOINT = "http://hub.example"
 

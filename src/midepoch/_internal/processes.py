@@ -11,9 +11,13 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
+
+_ENDED = ("Z", "X")
+"""States of processes that have ended, but are not removed yet."""
 
 
 def alive(pid: int) -> bool:
@@ -25,7 +29,7 @@ def alive(pid: int) -> bool:
     except OSError:
         pass  # the process of another user
     fields = _fields(pid)
-    return fields is None or not _ended(fields)
+    return fields is None or fields[0] not in _ENDED
 
 
 def started(pid: int) -> str:
@@ -33,24 +37,7 @@ def started(pid: int) -> str:
     fields = _fields(pid)
     if fields is None:
         return "" if os.path.isdir("/proc/self") or not alive(pid) else "running"
-    return "" if _ended(fields) else fields[19]
-
-
-@lru_cache(1)
-def machine() -> str:
-    """Return the scope in which process ids are unique: host, boot and PID namespace."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        boot = ""
-    return f"{socket.gethostname()} {boot} {_namespace()}"
-
-
-def _namespace() -> str:
-    try:
-        return os.readlink("/proc/self/ns/pid")  # each container has its own process ids
-    except OSError:
-        return ""
+    return "" if fields[0] in _ENDED else fields[19]
 
 
 def _fields(pid: int) -> list[str] | None:
@@ -61,8 +48,15 @@ def _fields(pid: int) -> list[str] | None:
         return None
 
 
-def _ended(fields: list[str]) -> bool:
-    return fields[0] in ("Z", "X")
+@lru_cache(1)
+def machine() -> str:
+    """Return the scope in which process ids are unique: host, boot and PID namespace."""
+    boot = namespace = ""
+    with suppress(OSError):
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    with suppress(OSError):
+        namespace = os.readlink("/proc/self/ns/pid")  # each container has its own process ids
+    return f"{socket.gethostname()} {boot} {namespace}"
 
 
 def cores() -> int:

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from time import perf_counter
-from types import TracebackType
 
 Progress = Callable[[int, int], None]
 """Called with the amount done and the total."""
@@ -77,9 +76,7 @@ class Bar:
     def __enter__(self) -> Bar:
         return self
 
-    def __exit__(
-        self, error_type: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._drawn and self._watched:
             self._write("\n")
         self._drawn = 0

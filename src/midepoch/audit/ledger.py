@@ -55,7 +55,7 @@ from midepoch.audit.records import (
     read_passes,
     steps_in,
 )
-from midepoch.distributed.keyvalue import start_name
+from midepoch.distributed.keyvalue import run_identity
 from midepoch.distributed.world import World
 from midepoch.errors import StateError
 from midepoch.order import Shard
@@ -241,7 +241,7 @@ class Ledger:
         """Return the name of this start. Raises ValueError if the ranks have none in common."""
         if self._attempt is not None:
             return self._attempt
-        if found := start_name(World(shard.index, shard.count)).strip("-"):
+        if found := run_identity(World(shard.index, shard.count), unique=True).strip("-"):
             return found
         if shard.count == 1:
             return process_name()

@@ -48,7 +48,7 @@ def cached(ds: Dataset, directory: str | os.PathLike[str] | None, num_workers: i
         writer = _Writer(ds, PartWriter(folder, "cache", _ROOM), num_workers)
         with writer.parts.writing():
             make_private(folder)
-        with closing(LockFile(folder / "lock")) as lock, parts.held(lock, f"writing the cache {folder}"):
+        with closing(LockFile(folder / "lock")) as lock, lock.held(f"writing the cache {folder}"):
             if not (folder / parts.COMPLETE).exists():  # by another process, meanwhile
                 with shown("caching", "rows") as report:
                     writer.write(report)

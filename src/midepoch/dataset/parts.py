@@ -16,7 +16,7 @@ from midepoch._internal.progress import Progress
 from midepoch.errors import ColumnError, MidepochError
 from midepoch.sources import Source
 from midepoch.sources.lake import open_index
-from midepoch.storage.cache_files import LockFile, atomic_write, temporary_path
+from midepoch.storage.cache_files import atomic_write, temporary_path
 from midepoch.transforms.columns import common_type, converted
 
 ROWS = 1000
@@ -44,17 +44,6 @@ def open_parts(folder: Path) -> Source | None:
     if not parts:
         return None
     return Source(open_index([folder / part_name(number) for number in range(parts)], index_dir=folder))
-
-
-@contextmanager
-def held(lock: LockFile, task: str, number: int = 0) -> Iterator[None]:
-    """Context in which a lock file is locked, and waiting processes see that this one is alive."""
-    lock.acquire(number, task, wait=True)
-    try:
-        with lock.signs_of_life(number):
-            yield
-    finally:
-        lock.release(number)
 
 
 @dataclass

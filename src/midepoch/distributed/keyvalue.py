@@ -170,6 +170,10 @@ class Waits(NamedTuple):
     description: dict[str, Any]
     check: Callable[[], None]
 
+    def note(self, rank: int) -> str:
+        """Return the name of the note of a rank that waits."""
+        return f"waits/{self.group}/{rank}"
+
 
 def all_values(key: str, value: str, waits: Waits) -> list[str]:
     """Set ``value`` as this rank's value of the key, wait for all ranks, and return their values by rank.
@@ -179,10 +183,7 @@ def all_values(key: str, value: str, waits: Waits) -> list[str]:
     names = [f"{key}/{other}" for other in range(waits.size)]
     try:
         put(names[waits.rank], value)
-        try:
-            _wait(names, key, waits)
-        finally:
-            delete(_note_of(waits, waits.rank))
+        _wait(names, key, waits)
         return [get(name) or "" for name in names]
     except WorldError:
         raise
@@ -190,6 +191,8 @@ def all_values(key: str, value: str, waits: Waits) -> list[str]:
         raise WorldError(
             f"the ranks could not agree on their next steps: {type(problem).__name__}: {problem}"
         ) from None
+    finally:
+        delete(waits.note(waits.rank))
 
 
 def publish(key: str, value: str) -> None:
@@ -270,10 +273,12 @@ def _wait(names: list[str], key: str, waits: Waits) -> None:
     """Wait until all names are set. Check regularly for a refusal and for ranks that wait under a different key."""
     backoff, seen = Backoff(_PATIENCE, 0.25), dict[int, tuple[str, float]]()
 
+    def late() -> str:
+        return ", ".join([name.rsplit("/", 1)[1] for name in names if get(name) is None][:8])
+
     def waiting() -> str:
-        late = ", ".join(_late(names))
         return (
-            f"waiting for rank {late} to reach the same step. Every rank must iterate the same loaders equally often."
+            f"waiting for rank {late()} to reach the same step. Every rank must iterate the same loaders equally often."
         )
 
     while not all_set(names):
@@ -282,12 +287,7 @@ def _wait(names: list[str], key: str, waits: Waits) -> None:
             _check_others(key, waits, seen)
         # Not store.wait(): it writes to stderr on every timeout and does not notice a refusal.
         if not backoff.pause(waiting):
-            raise TimeoutError(f"rank {', '.join(_late(names))} did not arrive within {_PATIENCE:g} s")
-
-
-def _note_of(waits: Waits, rank: int) -> str:
-    """Return the name of a rank's note that it waits."""
-    return f"waits/{waits.group}/{rank}"
+            raise TimeoutError(f"rank {late()} did not arrive within {_PATIENCE:g} s")
 
 
 def _check_others(key: str, waits: Waits, seen: dict[int, tuple[str, float]]) -> None:
@@ -296,12 +296,12 @@ def _check_others(key: str, waits: Waits, seen: dict[int, tuple[str, float]]) ->
     ``seen``: the keys under which other ranks wait, and the time of the first sighting. A sighting counts only after
     ``_SURE`` seconds: a rank that continues deletes its note, possibly late.
     """
-    note, name = json.dumps([key, waits.description]), _note_of(waits, waits.rank)
+    note, name = json.dumps([key, waits.description]), waits.note(waits.rank)
     if get(name) != note:
         delete(name)
         put(name, note)
     for rank in range(waits.size):
-        other = get(_note_of(waits, rank)) if rank != waits.rank else None
+        other = get(waits.note(rank)) if rank != waits.rank else None
         if other is None or json.loads(other)[0] == key:
             seen.pop(rank, None)
         elif seen.get(rank, ("", 0.0))[0] != other:
@@ -315,11 +315,6 @@ def _check_others(key: str, waits: Waits, seen: dict[int, tuple[str, float]]) ->
             )
             refuse(waits.group, text)  # or the others would wait for this rank, which deletes its note
             raise WorldError(text)
-
-
-def _late(names: list[str]) -> list[str]:
-    """Return the ranks without a value, at most 8."""
-    return [name.rsplit("/", 1)[1] for name in names if get(name) is None][:8]
 
 
 _LAUNCHER_VARIABLES = (
@@ -336,11 +331,11 @@ _UNIQUE = ("SLURM_STEP_ID", "PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid")
 """Those that no other start has."""
 
 
-def run_identity(world: World) -> str:
+def run_identity(world: World, *, unique: bool = False) -> str:
     """Return a text that all ranks of this start share and that no other start has, as far as can be known.
 
     It is the first of: ``MIDEPOCH_RUN_ID``; a text drawn by the first rank; the environment variables of the launcher;
-    the empty text.
+    the empty text. ``unique``: return the empty text if another start might have the same.
     """
     if given := os.environ.get("MIDEPOCH_RUN_ID"):
         return f"-{_file_name(given)}"
@@ -348,15 +343,8 @@ def run_identity(world: World) -> str:
         return f"-{drawn}"
     if placed := _placement():
         return f"-{placed}"
-    return "".join(f"-{_file_name(os.environ[name])}" for name in _LAUNCHER_VARIABLES if os.environ.get(name))
-
-
-def start_name(world: World) -> str:
-    """Return ``run_identity``, or an empty text if another start might have the same."""
-    identity = run_identity(world)
-    if os.environ.get("MIDEPOCH_RUN_ID") or connected() >= world.size:
-        return identity
-    if _placement() or any(os.environ.get(name) for name in _UNIQUE):
+    identity = "".join(f"-{_file_name(os.environ[name])}" for name in _LAUNCHER_VARIABLES if os.environ.get(name))
+    if not unique or any(os.environ.get(name) for name in _UNIQUE):
         return identity
     if os.environ.get("LOCAL_WORLD_SIZE") == str(world.size):  # torchrun on one machine: its agent started all ranks
         parent = os.getppid()

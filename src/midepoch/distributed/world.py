@@ -73,11 +73,9 @@ def find_world(rank: int | None = None, size: int | None = None, data_parallel: 
             )
         return World(rank, size)
     if data_parallel is not None:
-        return _logged_once(part_of(data_parallel), "data_parallel")
-    return _logged_once(*_detected())
-
-
-def _logged_once(world: World, origin: str) -> World:
+        world, origin = part_of(data_parallel), "data_parallel"
+    else:
+        world, origin = _detected()
     if (world, origin) not in _logged:
         _logged.add((world, origin))
         _log.info("rank %d of %d, found by %s", world.rank, world.size, origin)
@@ -161,7 +159,9 @@ def launcher(environment: Mapping[str, str]) -> tuple[World, str] | None:
                 f"{size_variable}={environment[size_variable]}: that is not a valid rank. "
                 "Fix or unset them, or pass rank= and world_size=."
             )
-        if name == "SLURM" and world.size > 1 and world.rank == 0 and not _in_step(environment):
+        # A batch script has rank 0 and the job's number of tasks, too, but not these.
+        in_step = any(name in environment for name in ("SLURM_STEP_ID", "SLURM_STEPID", "SLURM_STEP_NUM_TASKS"))
+        if name == "SLURM" and world.size > 1 and world.rank == 0 and not in_step:
             if worlds:
                 continue  # a batch script that starts the ranks with another launcher
             raise WorldError(
@@ -179,11 +179,6 @@ def launcher(environment: Mapping[str, str]) -> tuple[World, str] | None:
                 "processes: the world size is ambiguous. Unset the wrong variables, or pass rank= and world_size=."
             )
     return world, inner
-
-
-def _in_step(environment: Mapping[str, str]) -> bool:
-    """Return True if srun started this process. A batch script has rank 0 and the job's number of tasks, too."""
-    return any(name in environment for name in ("SLURM_STEP_ID", "SLURM_STEPID", "SLURM_STEP_NUM_TASKS"))
 
 
 # The part of a mesh

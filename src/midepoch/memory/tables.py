@@ -373,7 +373,7 @@ def _written(root: Path, name: str, what: str, write: Write) -> None:
         make_private(root)
         sweep(root, ".*.tmp")
         lock = LockFile(root / "lock")
-    with closing(lock), parts.held(lock, f"writing {folder}", int(name[:12], 16)):
+    with closing(lock), lock.held(f"writing {folder}", int(name[:12], 16)):
         if (folder / parts.COMPLETE).exists():  # by another process, meanwhile
             return
         try:

@@ -38,15 +38,11 @@ _LEAST_FILES = 64
 _SLAB_BYTES = 4 << 20
 
 
-def _most_mappings() -> int:
-    """Return the maximum number of mapped files: a quarter of the kernel's limit, as other libraries map memory too."""
-    try:
-        return int(Path("/proc/sys/vm/max_map_count").read_text()) // 4
-    except (OSError, ValueError):
-        return 16_384
-
-
-MOST_MAPPINGS = _most_mappings()
+try:
+    MOST_MAPPINGS = int(Path("/proc/sys/vm/max_map_count").read_text()) // 4
+except (OSError, ValueError):
+    MOST_MAPPINGS = 16_384
+"""Maximum number of mapped files: a quarter of the kernel's limit, as other libraries map memory too."""
 _mapping: weakref.WeakSet[Blocks] = weakref.WeakSet()
 
 
@@ -137,26 +133,23 @@ class Blocks:
             self._same_contents(self._source.files[number])
             mapped.times = _times(stat)
 
-    def trim(self) -> npt.NDArray[np.int64]:
+    def trim(self) -> list[int]:
         """Release the least recently used files if too many are mapped. Return their blocks."""
         most = max(_LEAST_FILES, MOST_MAPPINGS // max(1, len(_mapping)))
-        dropped = []
+        dropped: list[int] = []
         if len(self._files) > most:
             for number in list(islice(self._files, len(self._files) - most * 3 // 4)):
                 del self._files[number]
                 self._readers.pop(number, None)
                 self._held.remove(number)
-                dropped.append(np.arange(self._file_blocks[number], self._file_blocks[number + 1]))
+                dropped += range(self._file_blocks[number], self._file_blocks[number + 1])
         while sum(len(slab.room) for slab in self._slabs.values()) > HEAP_BYTES and len(self._slabs) > 1:
             number, slab = self._slabs.popitem(last=False)
             self._held.remove(("slab", number))
-            dropped.append(np.array(slab.blocks, dtype=np.int64))
-        if not dropped:
-            return _NONE
-        released = np.concatenate(dropped)
-        for block in set(self._open).intersection(released.tolist()):
+            dropped += slab.blocks
+        for block in self._open.keys() & dropped:
             self._forget(block)
-        return released
+        return dropped
 
     def _room(self, block: int, size: int) -> npt.NDArray[np.uint8]:
         """Return memory for the offsets of a block, which is held like the mapped files."""
@@ -233,9 +226,6 @@ class Blocks:
 
 def _times(stat: os.stat_result) -> tuple[int, int]:
     return stat.st_mtime_ns, stat.st_ctime_ns
-
-
-_NONE = np.empty(0, dtype=np.int64)
 
 
 @dataclass

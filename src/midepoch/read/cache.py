@@ -21,6 +21,7 @@ from pathlib import Path
 
 import pyarrow as pa
 
+from midepoch._internal.hints import warn_once
 from midepoch.errors import CorruptBlockError, DataChangedError, FormatError
 from midepoch.sources.source import CacheSpec
 from midepoch.storage.cache_files import LockFile, check_owner, is_network, make_private, sweep, temporary_path
@@ -35,7 +36,7 @@ class BlockCache:
     """Blocks on a shelf, each decoded by one thread and process at a time."""
 
     def __init__(self, shelf: MemoryShelf | DiskShelf) -> None:
-        self._shelf = shelf
+        self.shelf = shelf
         self._busy: set[int] = set()
         self._done = threading.Condition()
 
@@ -50,28 +51,21 @@ class BlockCache:
             )
             return BlockCache(MemoryShelf(limit, next_use))
 
-    def has(self, block: int) -> bool:
-        return self._shelf.has(block)
-
-    def check(self, blocks: Iterable[int]) -> None:
-        """Raise DataChangedError if another process wrote to one of these open blocks."""
-        self._shelf.check(blocks)
-
     def get(self, block: int, make: Callable[[], pa.Table]) -> pa.RecordBatch:
         """Return the block, from the shelf or decoded."""
-        batch = self._shelf.open(block)
+        batch = self.shelf.open(block)
         if batch is not None:
             return batch
         with self._held(block, wait=True):
-            batch = self._shelf.open(block)
-            return batch if batch is not None else self._shelf.keep(block, one_batch(make()))
+            batch = self.shelf.open(block)
+            return batch if batch is not None else self.shelf.keep(block, one_batch(make()))
 
     def prefetch(self, block: int, make: Callable[[], pa.Table]) -> None:
         """Decode the block unless it is there or being decoded."""
-        if not self.has(block):
+        if not self.shelf.has(block):
             with self._held(block, wait=False) as mine:
-                if mine and not self.has(block):
-                    self._shelf.keep(block, one_batch(make()))
+                if mine and not self.shelf.has(block):
+                    self.shelf.keep(block, one_batch(make()))
 
     @contextmanager
     def _held(self, block: int, *, wait: bool) -> Iterator[bool]:
@@ -81,11 +75,13 @@ class BlockCache:
                 self._done.wait()
             mine = block not in self._busy
             self._busy.add(block)
+        locks = self.shelf.locks
         try:
-            yield mine and self._shelf.acquire(block, wait=wait)
+            yield mine and (locks is None or locks.acquire(block, f"block {block}", wait=wait, limit=_PATIENCE))
         finally:
             if mine:
-                self._shelf.release(block)
+                if locks is not None:
+                    locks.release(block)
                 with self._done:
                     self._busy.discard(block)
                     self._done.notify_all()
@@ -93,6 +89,8 @@ class BlockCache:
 
 class MemoryShelf:
     """Blocks in memory, for the threads of one process."""
+
+    locks = None
 
     def __init__(self, limit: int, next_use: NextUse) -> None:
         self._limit, self._next_use = limit, next_use
@@ -117,12 +115,6 @@ class MemoryShelf:
 
     def check(self, blocks: Iterable[int]) -> None:
         """Do nothing: no other process can write to this memory."""
-
-    def acquire(self, block: int, *, wait: bool) -> bool:  # noqa: ARG002  # no other process has this memory
-        return True
-
-    def release(self, block: int) -> None:
-        """Do nothing: there is no lock."""
 
 
 _MAGIC = b"MEBLOCK2"
@@ -158,18 +150,11 @@ class DiskShelf:
         self._limit, self._next_use = spec.limit, next_use
         self._written = spec.limit  # evict with the first block: other runs may have left more than the limit
         self._versions: dict[int, tuple[int, int, int]] = {}  # of mapped files, when they were opened
-        self._warned = False
         make_private(self._folder)
         check_owner(self._folder)
-        self._locks = LockFile(self._folder / LOCK)
+        self.locks = LockFile(self._folder / LOCK)
         self._mapped = not is_network(self._folder)
         self._tidy()
-
-    def acquire(self, block: int, *, wait: bool) -> bool:
-        return self._locks.acquire(block, f"block {block}", wait=wait, limit=_PATIENCE)
-
-    def release(self, block: int) -> None:
-        self._locks.release(block)
 
     def has(self, block: int) -> bool:
         return self._path(block).exists()
@@ -202,13 +187,12 @@ class DiskShelf:
             self._save(block, batch)
         except OSError as problem:
             worker = multiprocessing.current_process().name
-            if not self._warned and (not worker.startswith("midepoch-worker-") or worker.endswith("-0")):
-                _log.warning(
+            if not worker.startswith("midepoch-worker-") or worker.endswith("-0"):
+                warn_once(
                     "decoded blocks could not be cached in %s (%s) and will be decoded again when needed. Free some "
                     "space, or set another cache_dir or a smaller cache_bytes.",
-                    self._root, problem.strerror or problem,
+                    str(self._root), problem.strerror or str(problem),
                 )  # fmt: skip
-            self._warned = True
             return batch
         return self.open(block, trusted=True) or batch
 
@@ -284,9 +268,8 @@ class DiskShelf:
                 self._make_room(self._limit - size)
                 self._written = 0
             os.replace(temporary, path)
-        except BaseException:
+        finally:
             temporary.unlink(missing_ok=True)
-            raise
 
     def _write(self, path: Path, block: int, batch: pa.RecordBatch) -> int:
         """Write a block to a path under which no reader looks for it. Return the number of bytes."""
@@ -305,7 +288,7 @@ class DiskShelf:
         """Remove blocks of all folders, the one needed last first, until they take ``limit`` bytes, and ``at_least``
         some bytes. The next use is known for blocks of this folder; for others, the time of the last use.
         """
-        if not self._locks.acquire(_EVICTING, "making room", wait=False):
+        if not self.locks.acquire(_EVICTING, "making room", wait=False):
             return
         try:
             candidates = []
@@ -326,7 +309,7 @@ class DiskShelf:
                     path.unlink()
                     total -= size
         finally:
-            self._locks.release(_EVICTING)
+            self.locks.release(_EVICTING)
 
     def _tidy(self) -> None:
         """Remove temporary files of dead processes, and folders without blocks that were unused for a day.

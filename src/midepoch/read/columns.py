@@ -279,7 +279,7 @@ class Gatherer:
             # Checked in full once per block: no gather can read outside of it, and a corrupt block is corrupt for
             # every row.
             if ends[0] < 0 or ends[-1] > size // self._width or (ends[1:] < ends[:-1]).any():
-                raise CorruptBlockError(f"block {block} contains offsets that point outside its own data")
+                raise CorruptBlockError("it contains offsets that point outside its own data")
             self._offsets[block] = offsets.address
         elif size < (len(column) * self._width or (len(column) + 7) // 8):
             return False

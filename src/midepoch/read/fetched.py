@@ -10,6 +10,7 @@ import time
 import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -63,7 +64,9 @@ class FetchedBlocks:
             self._cache = BlockCache(MemoryShelf(self._limit, self._plan.next_use))
         threads = max(threads, _THREADS_LOCAL if source.access.store.local else _THREADS_REMOTE)
         decoding = max(_THREADS_LOCAL, min(threads, cores())) * _DECODING_BYTES
-        self._gate = threading.BoundedSemaphore(max(1, int(decoding // max(1.0, self._plan.block_bytes))))
+        starts = source.layout.block_starts
+        block_bytes = starts[-1] / max(1, len(starts) - 1) * source.bytes_per_row
+        self._gate = threading.BoundedSemaphore(max(1, int(decoding // max(1.0, block_bytes))))
         self._ahead = _Ahead(self._cache, self._make, threads)
         self._close = weakref.finalize(self, self._ahead.close)
 
@@ -83,9 +86,9 @@ class FetchedBlocks:
 
         Prefetching begins with the second call, so that reading a single batch costs only that batch.
         """
-        known = self._plan.known
+        is_known = self._plan.now is not None
         self._plan.move(epoch, position, uses)
-        if known:
+        if is_known:
             plan, held = self._plan, frozenset(self._open)
             self._ahead.wake(lambda: [block for block in plan.coming() if block not in held])
 
@@ -123,7 +126,7 @@ class FetchedBlocks:
         now = time.monotonic()
         if last or now >= self._checked + CHECK_SECONDS:
             self._checked = now
-            self._cache.check(list(self._open))
+            self._cache.shelf.check(list(self._open))
 
     def trim(self) -> list[int]:
         """Release blocks that are not needed any more, and the least recently used ones if there are too many."""
@@ -164,33 +167,26 @@ class _Plan:
     """Schedule of block uses, as far as known, and the size of blocks."""
 
     def __init__(self, source: Source, sharers: int) -> None:
-        self._sharers = sharers
-        self._lock = threading.Lock()
+        assert source.access is not None
+        self._sharers, self._limit = sharers, source.access.cache.limit
         self._rows = np.diff(source.layout.block_starts)
         self._row_bytes = source.bytes_per_row
         self._warned = False
-        self._limit = source.access.cache.limit if source.access else 0
         self._epoch = -1
-        self._position = 0
-        self.known = False
-        self._blocks = self._first = self._last = np.empty(0, dtype=np.int64)
+        self.now: tuple[BlockUses, int] | None = None
+        """The uses by this process, and the position: one value, which other threads read."""
         self._last_of: dict[int, int] = {}
         self._first_of: dict[int, int] = {}
 
-    @property
-    def block_bytes(self) -> float:
-        """Average decoded bytes of a block."""
-        return float(self._rows.mean()) * self._row_bytes if len(self._rows) else 0.0
-
     def move(self, epoch: int, position: int, uses: Callable[[], tuple[BlockUses, BlockUses]]) -> None:
-        with self._lock:
-            if epoch != self._epoch:
-                own, shared = uses()
-                self._epoch, self._blocks, self._first, self._last = epoch, own.blocks, own.first, own.last
-                order = np.argsort(shared.last, kind="stable")
-                self._last_of = dict(zip(shared.blocks[order].tolist(), shared.last[order].tolist(), strict=True))
-                self._first_of = dict(zip(shared.blocks[::-1].tolist(), shared.first[::-1].tolist(), strict=True))
-            self._position, self.known = position, True
+        if self.now is not None and epoch == self._epoch:
+            self.now = self.now[0], position
+            return
+        own, shared = uses()
+        order = np.argsort(shared.last, kind="stable")
+        self._last_of = dict(zip(shared.blocks[order].tolist(), shared.last[order].tolist(), strict=True))
+        self._first_of = dict(zip(shared.blocks[::-1].tolist(), shared.first[::-1].tolist(), strict=True))
+        self._epoch, self.now = epoch, (own, position)
 
     def learn(self, size: int, rows: int) -> None:
         """Update the estimated bytes per row from the size of some rows."""
@@ -199,22 +195,22 @@ class _Plan:
     def over(self, block: int) -> bool:
         """Return True if a block will not be read again in this epoch."""
         last = self._last_of.get(block)
-        return last is not None and last < self._position
+        return last is not None and self.now is not None and last < self.now[1]
 
     def next_use(self, block: int) -> float:
         """Return the number of positions until the next use."""
         first, last = self._first_of.get(block), self._last_of.get(block)
-        if first is None or last is None or last < self._position:
+        if self.now is None or first is None or last is None or last < self.now[1]:
             return float("inf")
-        return float(max(0, first - self._position))
+        return float(max(0, first - self.now[1]))
 
     def coming(self) -> list[int]:
         """Return the blocks in use, then the next ones in order, as many as fit."""
-        with self._lock:
-            start = int(np.searchsorted(self._first, self._position, side="right"))
-            blocks, last, position = self._blocks, self._last, self._position
-        used = blocks[:start][last[:start] >= position]
-        ahead = blocks[start : start + 4096]
+        assert self.now is not None
+        own, position = self.now
+        start = int(np.searchsorted(own.first, position, side="right"))
+        used = own.blocks[:start][own.last[:start] >= position]
+        ahead = own.blocks[start : start + 4096]
         taken = float(self._rows[used].sum()) * self._row_bytes
         room = min(self._limit * _AHEAD_SHARE / self._sharers - taken, max(_AHEAD_BYTES, taken))
         if taken > self._limit and not self._warned:
@@ -235,17 +231,17 @@ class _Ahead:
         self._cache, self._most = cache, threads
         self._make = weakref.WeakMethod(make)
         self._changed = threading.Condition()
-        self._wanted: Callable[[], Sequence[int]] | None = None
-        self._requests = 0
+        self._request: Callable[[], Sequence[int]] | None = None
+        self._is_new = False
         self._blocks: deque[int] = deque()
         self._threads: list[threading.Thread] = []
         self._stop, self._process = False, os.getpid()
         self._failed: set[int] = set()
 
-    def wake(self, wanted: Callable[[], Sequence[int]]) -> None:
+    def wake(self, request: Callable[[], Sequence[int]]) -> None:
         """Fetch these blocks in this order, and drop earlier requests."""
         with self._changed:
-            self._wanted, self._requests = wanted, self._requests + 1
+            self._request, self._is_new = request, True
             self._call_one()
 
     def _call_one(self) -> None:
@@ -263,41 +259,33 @@ class _Ahead:
                 self._threads.append(thread)
 
     def _run(self) -> None:
-        while (block := self._next()) is not None:
-            if not self._fetch(block):
-                return
-
-    def _next(self) -> int | None:
-        """Return a block to fetch, once there is one. None at the end."""
         while True:
             with self._changed:
-                while self._wanted is None and not self._blocks and not self._stop:
-                    self._changed.wait()
+                self._changed.wait_for(lambda: self._is_new or self._blocks or self._stop)
                 if self._stop:
-                    return None
-                wanted, self._wanted = self._wanted, None
-                if wanted is None:
+                    return
+                request = self._request if self._is_new else None
+                self._is_new = False
+                if request is None:
                     block = self._blocks.popleft()
                     if self._blocks:
                         self._call_one()
-                    return block
-                requests = self._requests
-            blocks = deque(each for each in wanted() if each not in self._failed and not self._cache.has(each))
-            with self._changed:
-                if requests == self._requests:  # else another thread has a later request
-                    self._blocks = blocks
-
-    def _fetch(self, block: int) -> bool:
-        """Fetch one block. Return False if the reader no longer exists."""
-        make = self._make()
-        if make is None:
-            return False
-        try:
-            self._cache.prefetch(block, lambda: make(block))
-        except Exception as problem:  # the reader gets the error when it needs the block
-            self._failed.add(block)
-            _log.debug("block %d could not be prefetched: %s", block, problem)
-        return True
+            if request is None:
+                make = self._make()
+                if make is None:  # the reader no longer exists
+                    return
+                try:
+                    self._cache.prefetch(block, partial(make, block))
+                except Exception as problem:  # the reader gets the error when it needs the block
+                    self._failed.add(block)
+                    _log.debug("block %d could not be prefetched: %s", block, problem)
+                del make
+            else:
+                shelf = self._cache.shelf
+                blocks = deque(each for each in request() if each not in self._failed and not shelf.has(each))
+                with self._changed:
+                    if request is self._request:  # else another thread has a later one
+                        self._blocks = blocks
 
     def close(self) -> None:
         if self._process != os.getpid():

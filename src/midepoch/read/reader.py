@@ -67,8 +67,9 @@ class Reader:
         """Rows of every block except the last, if equal, else 0: a division is 10 times faster than a search."""
         self._status = np.zeros(count, dtype=np.uint8)
         self._last: tuple[int, pa.RecordBatch] | None = None
-        storage = [_storage(field.type) for field in self.schema]
-        self._gatherers = [gatherer(kind, count) for kind in storage]
+        kinds = (field.type for field in self.schema)
+        stored = (kind.storage_type if isinstance(kind, pa.BaseExtensionType) else kind for kind in kinds)
+        self._gatherers = [gatherer(kind, count) for kind in stored]
 
     def read(self, rows: Int64Array) -> ReadRows:
         """Return the rows in the requested order. Raise CorruptBlockError unless ``skip_corrupt`` is set."""
@@ -105,7 +106,7 @@ class Reader:
         """Forget the addresses of blocks that are no longer open."""
         self._blocks.check()
         dropped = self._blocks.trim()
-        if len(dropped):
+        if dropped:
             status = self._status[dropped]
             self._status[dropped] = np.where(status == _BAD, _BAD, _UNKNOWN)
             if self._last is not None and self._last[0] in dropped:
@@ -167,24 +168,18 @@ class Reader:
             for number, gather in zip(self._numbers, self._gatherers, strict=True):
                 column = _stored(batch.column(number))
                 checked = mapped and gather is not None and gather.open(block, column)
-                if not checked:
-                    _validate(block, column)
+                if not checked:  # pyarrow trusts the offsets inside nested columns, and wrong ones crash the process
+                    column.validate(full=True)
                 able.append(checked or (mapped and gather is None))
-        except CorruptBlockError as problem:
+        except (CorruptBlockError, pa.ArrowInvalid) as problem:
+            row, text = int(self._starts[block]), str(problem)
+            if self._source.name(self._source.file_of(row)) not in text:  # the checks of buffers do not know it
+                text = f"{self._source.place(row)}: block {block} cannot be read: {text}"
             if not self._skip_corrupt:
-                raise self._named(block, problem) from None
-            problem = self._named(block, problem)
-            _log.warning("skipped %d rows: %s", self._starts[block + 1] - self._starts[block], problem)
+                raise CorruptBlockError(text) from None
+            _log.warning("skipped %d rows: %s", self._starts[block + 1] - row, text)
             return _BAD
         return _BY_ADDRESS if all(able) else _BY_TAKE
-
-    def _named(self, block: int, problem: CorruptBlockError) -> CorruptBlockError:
-        """Return the error with the name of the file, which the buffer checks do not know."""
-        row = int(self._starts[block])
-        file = self._source.file_of(row)
-        if self._source.name(file) in str(problem):
-            return problem
-        return CorruptBlockError(f"{self._source.place(row)}: {problem}")
 
     def _batch(self, block: int) -> pa.RecordBatch:
         last = self._last
@@ -217,20 +212,8 @@ class Reader:
         return [taken(pa.concat_arrays(part), back) for part in parts]
 
 
-def _validate(block: int, column: pa.Array) -> None:
-    """Check the offsets inside nested columns in full. pyarrow trusts them, and wrong ones crash the process."""
-    try:
-        column.validate(full=True)
-    except pa.ArrowException as problem:
-        raise CorruptBlockError(f"block {block} cannot be read: {problem}") from None
-
-
 def _empty(schema: pa.Schema) -> pa.RecordBatch:
     return pa.RecordBatch.from_arrays([pa.array([], field.type) for field in schema], schema=schema)
-
-
-def _storage(kind: pa.DataType) -> pa.DataType:
-    return kind.storage_type if isinstance(kind, pa.BaseExtensionType) else kind
 
 
 def _stored(column: pa.Array) -> pa.Array:

@@ -50,7 +50,7 @@ from midepoch.sources.names import (
 from midepoch.sources.splits import DICT, STATE
 from midepoch.storage.address import advice_on, refuse_lost_slash
 from midepoch.storage.addresses import check_utf8, resolve
-from midepoch.storage.hub_files import HubFiles
+from midepoch.storage.hub import Hub
 from midepoch.storage.stores import Entry, Store
 
 PathLike = str | os.PathLike[str]
@@ -231,7 +231,7 @@ def _chosen(store: Store, path: str, visible: list[Entry], wanted: str | None) -
     name = store.name(path)
     formats = formats_of([each.path for each in visible], wanted)
     typed, kind = choose(name, visible, formats, wanted)
-    if isinstance(store.given, HubFiles) and kind is None:
+    if isinstance(store.given, Hub) and kind is None:
         typed = files_of_repository(path, typed, parquet_only=wanted is None)
     else:
         warn_of_splits(name, path, typed)

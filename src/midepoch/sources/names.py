@@ -21,7 +21,7 @@ from operator import itemgetter
 from typing import NamedTuple
 
 from midepoch.errors import FormatError
-from midepoch.storage.hub_api import parse_hub_path
+from midepoch.storage.hub_paths import parse_hub_path
 from midepoch.storage.stores import Entry
 
 _log = logging.getLogger("midepoch")

@@ -17,7 +17,7 @@ from __future__ import annotations
 import base64
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -26,6 +26,7 @@ from urllib.parse import quote, quote_plus, unquote
 URL_OPTIONS = {"endpoint_override", "scheme", "region", "access_key", "secret_key", "session_token", "anonymous"}
 """Options of a store that the query of its address may contain."""
 WITHOUT_PORTS = {"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss"}
+_WEB = {"http", "https"}
 _WITHOUT_HOSTS = {"file", "local", "memory", "hf", "zip", "tar", "libarchive", "data"}
 _NAMES_BEFORE_AT = {"github", "git"}  # org:repo@revision
 _CONTAINERS_BEFORE_AT = {"az", "abfs", "abfss", "wasb", "wasbs"}  # container@account, no password
@@ -34,7 +35,7 @@ _LINKS = re.compile(r"::(?=[A-Za-z][\w+.-]*(?::/|::))")
 _SCHEME = re.compile(r"([A-Za-z][\w+.-]+):(/{1,3})(.*)", re.DOTALL)
 _KNOWN = r"(?:s3a?|gc?s|az|abfss?|https?|hf|s?ftp|smb|memory)"
 _ADDRESS = re.compile(rf"{_KNOWN}:/", re.IGNORECASE)
-_MISTYPED = re.compile(rf"((?:{_KNOWN}:)?//|{_KNOWN}:)([^\s/@]*:[^\s@]*)@(.*)", re.IGNORECASE | re.DOTALL)
+_MISTYPED = re.compile(rf"\A((?:{_KNOWN}:)?//|{_KNOWN}:)([^\s/@]*:[^\s@]*)@(.*)\Z", re.IGNORECASE | re.DOTALL)
 _AUTHORITY_ENDS = re.compile(r"/|\?[\w.-]+=")
 _PORT = re.compile(r"([^:]*):\d*|\[[^\]]*\](?::\d*)?")
 _WEB_QUERY = re.compile(r"\?(?=[^?#]*=)|#(?=[^#]*=)")
@@ -69,10 +70,12 @@ class Parameter(NamedTuple):
 
 
 class Link(NamedTuple):
-    """One part of an address: ``scheme://user:password@path?query``."""
+    """One part of an address: ``scheme://user:password@path?query``, or a path without a scheme."""
 
+    text: str
+    """As given."""
     head: str
-    """The scheme as written, with its slashes."""
+    """The scheme as written, with its slashes. Empty without one; then nothing but the path is set."""
     userinfo: str
     path: str
     query: str = ""
@@ -101,36 +104,36 @@ class Link(NamedTuple):
         return self.head + self.path
 
     @property
-    def suspects(self) -> tuple[Parameter, ...]:
-        """All parameters of the part that may be a query."""
-        return _parameters(self._split[1])
+    def shown(self) -> tuple[str, tuple[Parameter, ...]]:
+        """The path, and all parameters of the part that may be a query."""
+        text = self.path + self.query
+        pattern = _WEB_QUERY if self.scheme in _WEB else _QUERY
+        start = None if self.scheme in ("", "file") else pattern.search(text)
+        return (text, ()) if start is None else (text[: start.start()], _parameters(text[start.start() :]))
 
     @property
     def holds_credentials(self) -> bool:
         """True if the path that is opened contains credentials."""
-        return not self.query and any(each.is_credential for each in self.suspects)
+        return not self.query and any(each.is_credential for each in self.shown[1])
 
     @property
     def public(self) -> str:
         """The link without parts that may be credentials."""
-        path = f"***{self._split[0][len(self.dubious) :]}" if self.dubious else self._split[0]
-        kept = [each for each in self.suspects if not each.is_suspect]
-        return f"{self.head}{path}{_joined(kept, lambda address: address.public)}"
+        if not self.head:
+            return _MISTYPED.sub(r"\1\3", self.path)
+        path, parameters = self.shown
+        path = f"***{path[len(self.dubious) :]}" if self.dubious else path
+        return f"{self.head}{path}{_joined([each for each in parameters if not each.is_suspect], 'public')}"
 
     @property
     def identity(self) -> str:
         """The link without parts that are certainly credentials."""
+        if not self.head.endswith("//"):
+            return self.text
         certain = ":" in self.userinfo and not re.search(r"\s", self.userinfo)
         user = "" if certain or not self.userinfo else f"{self.userinfo}@"
         kept = [each for each in self.parameters if not each.is_credential]
-        return f"{self.head}{user}{self.path}{_joined(kept, lambda address: address.identity)}"
-
-    @property
-    def _split(self) -> tuple[str, str]:
-        """The path, and the part that may be a query."""
-        text = self.path + self.query
-        start = None if self.scheme == "file" else (_WEB_QUERY if _is_web(self.scheme) else _QUERY).search(text)
-        return (text, "") if start is None else (text[: start.start()], text[start.start() :])
+        return f"{self.head}{user}{self.path}{_joined(kept, 'identity')}"
 
 
 @dataclass(frozen=True, repr=False)
@@ -147,26 +150,19 @@ class Address:
     """The address as given."""
 
     @cached_property
-    def parts(self) -> tuple[tuple[str, Link | None], ...]:
-        """The addresses of a chain, as given and parsed. Those without a scheme are not parsed."""
-        return tuple((part, _parsed(part)) for part in _LINKS.split(self.raw))
-
-    @property
     def links(self) -> tuple[Link, ...]:
-        """The parts of the address that have a scheme."""
-        return tuple(link for _, link in self.parts if link is not None)
+        """The parts of a chain. Most addresses have one."""
+        return tuple(map(_parsed, _LINKS.split(self.raw)))
 
     @cached_property
     def public(self) -> str:
         """The address for display, without parts that may be credentials."""
-        return "::".join(_without_user(part) if link is None else link.public for part, link in self.parts)
+        return "::".join(link.public for link in self.links)
 
     @cached_property
     def identity(self) -> str:
         """The address without its credentials, equal for all credentials. Without any, the unchanged text."""
-        return "::".join(
-            link.identity if link is not None and link.head.endswith("//") else part for part, link in self.parts
-        )
+        return "::".join(link.identity for link in self.links)
 
     def __str__(self) -> str:
         return self.public
@@ -223,24 +219,25 @@ def as_address(name: str, value: str) -> Address:
     return Address(value if "://" in value or "endpoint" not in name else f"https://{value}")
 
 
-def _parsed(part: str) -> Link | None:
+def _parsed(part: str) -> Link:
     if (match := _SCHEME.fullmatch(part)) is None:
-        return None
+        return Link(part, "", "", part)
     head, scheme = f"{match[1]}:{match[2]}", match[1].lower()
     if scheme in _WITHOUT_HOSTS or (match[2] == "/" and not is_address(part)):
         userinfo, rest, dubious = "", match[3], ""
     else:
         userinfo, rest, dubious = _split_user(scheme, match[3])
-    if _is_web(scheme):
-        start = _WEB_QUERY.search(rest)  # a "?" without "=" belongs to a glob pattern
-        cut = len(rest) if start is None else start.start()
-        return Link(head, userinfo, rest[:cut], rest[cut:], dubious)
-    path, mark, query = rest.rpartition("?")
-    names = [unquote(piece.partition("=")[0]) for piece in query.split("&")]
-    known = all(name in URL_OPTIONS or certain for name, certain in zip(names, _certain(names), strict=True))
-    if mark and "=" in query and scheme != "file" and known:
-        return Link(head, userinfo, path, mark + query, dubious)
-    return Link(head, userinfo, rest, "", dubious)
+    path, query = rest, ""
+    if scheme in _WEB:
+        if start := _WEB_QUERY.search(rest):  # a "?" without "=" belongs to a glob pattern
+            path, query = rest[: start.start()], rest[start.start() :]
+    elif scheme != "file":
+        before, mark, after = rest.rpartition("?")
+        names = [unquote(piece.partition("=")[0]) for piece in after.split("&")]
+        known = all(name in URL_OPTIONS or certain for name, certain in zip(names, _certain(names), strict=True))
+        if mark and "=" in after and known:
+            path, query = before, mark + after
+    return Link(part, head, userinfo, path, query, dubious)
 
 
 def _split_user(scheme: str, rest: str) -> tuple[str, str, str]:
@@ -261,20 +258,16 @@ def _split_user(scheme: str, rest: str) -> tuple[str, str, str]:
     return "", rest, "" if is_host else userinfo
 
 
-def _without_user(part: str) -> str:
-    """Return a part without a scheme, or with a mistyped one, without its user and password."""
-    mistyped = _MISTYPED.fullmatch(part)
-    return part if mistyped is None else mistyped[1] + mistyped[3]
-
-
 def _parameters(query: str) -> tuple[Parameter, ...]:
     pieces = [piece for piece in _PIECES.split(query) if piece]
     pairs = [tuple(map(unquote, piece[1:].partition("="))) for piece in pieces]
-    found = []
-    for piece, (name, mark, value), certain in zip(pieces, pairs, _certain([name for name, *_ in pairs]), strict=True):
-        suspect = certain or name.lower() == "key" if mark else piece.startswith("&")
-        found.append(Parameter(piece, name, value if mark else name, certain, suspect))
-    return tuple(found)
+    certain = _certain([name for name, *_ in pairs])
+    return tuple(
+        Parameter(piece, name, value, sure, sure or name.lower() == "key")
+        if mark
+        else Parameter(piece, name, name, sure, piece.startswith("&"))
+        for piece, (name, mark, value), sure in zip(pieces, pairs, certain, strict=True)
+    )
 
 
 def _certain(names: list[str]) -> list[bool]:
@@ -284,19 +277,15 @@ def _certain(names: list[str]) -> list[bool]:
     return [bool(_CREDENTIAL.fullmatch(name) or (signed and _OF_SIGNATURES.fullmatch(name))) for name in spelt]
 
 
-def _joined(kept: list[Parameter], text_of: Callable[[Address], str]) -> str:
-    """Return a query of some parameters, without the credentials of addresses that are their values."""
+def _joined(kept: list[Parameter], kind: str) -> str:
+    """Return a query of some parameters. ``kind``: the text of addresses that are their values, public or identity."""
     texts = []
     for each in kept:
         address = as_address(each.name, each.value if "=" in each.text else "")
-        text = text_of(address)
+        text = getattr(address, kind)
         texts.append(each.text if text == address.raw else f"{each.text[0]}{each.name}={quote(text, safe='/:')}")
     joined = "".join(texts)
     return f"?{joined[1:]}" if joined.startswith(("&", ";")) else joined
-
-
-def _is_web(scheme: str) -> bool:
-    return scheme in ("http", "https")
 
 
 _MARK = "***"
@@ -344,7 +333,7 @@ def redacted(text: str) -> str:
     """
     if ":/" in text:
         text = _IN_TEXT.sub(_without_credentials, text)
-    return _BASIC.sub(_without_header, _SHAPES.sub(_MARK, text))
+    return _BASIC.sub(lambda word: _MARK if _is_user(word[0]) else word[0], _SHAPES.sub(_MARK, text))
 
 
 @dataclass(frozen=True)
@@ -366,19 +355,19 @@ class Secrets:
         return redacted(text)
 
 
+def _is_user(word: str) -> bool:
+    """Return True for the user and password of a header, in Base64."""
+    encoded = word.rstrip("=")
+    try:
+        return b":" in base64.b64decode(encoded + "=" * (-len(encoded) % 4))
+    except ValueError:
+        return False
+
+
 def _without_credentials(match: re.Match[str]) -> str:
     text = match[0]
     address = text.rstrip(").,;:]}")
     return Address(address).public + text[len(address) :]
-
-
-def _without_header(match: re.Match[str]) -> str:
-    """Return the mark for the user and password of a header. Any other word is returned unchanged."""
-    encoded = match[0].rstrip("=")
-    try:
-        return _MARK if b":" in base64.b64decode(encoded + "=" * (-len(encoded) % 4)) else match[0]
-    except ValueError:
-        return match[0]
 
 
 def _values_in(given: Any, name: str) -> Iterator[str]:
@@ -413,7 +402,7 @@ def _of_link(link: Link) -> Iterator[str]:
         yield name
     if link.dubious:
         yield from (link.dubious.partition(":")[2], link.dubious.partition("/")[2])
-    for each in link.suspects:
+    for each in link.shown[1]:
         yield from _values_in(as_address(each.name, each.value), "")
         if each.is_suspect:
             yield each.value

@@ -16,8 +16,8 @@ import pyarrow.fs as fs
 
 from midepoch.errors import DataNotFoundError, FetchError, FormatError, MidepochError
 from midepoch.storage.address import Address, Link, Secrets, is_mistyped
-from midepoch.storage.hub_api import is_hub_path, parse_hub_path, refuse_web_page
-from midepoch.storage.hub_files import HubFiles
+from midepoch.storage.hub import Hub
+from midepoch.storage.hub_paths import is_hub_path, parse_hub_path, refuse_web_page
 from midepoch.storage.open_files import FsspecHandler, is_foreign, options_of, redact_logs
 from midepoch.storage.stores import Retry, Store
 
@@ -55,7 +55,7 @@ def resolve(
     secrets = Secrets.of(address, options)
     try:
         if is_hub_path(path):
-            store = Store(HubFiles.of_options(options), "hf://", secrets, given or _HUB_RETRY)
+            store = Store(Hub.of_options(options), "hf://", secrets, given or _HUB_RETRY)
             return store, parse_hub_path(path.split("://", 1)[1]).given
         if scheme in _NATIVE:
             return _native(address, options, secrets, retry)
@@ -63,7 +63,22 @@ def resolve(
     except MidepochError:
         raise
     except Exception as problem:  # raised below, since chained errors are shown with their credentials
-        failure = _failure(problem, scheme, address, secrets)
+        text = secrets.clean(str(problem))
+        if scheme in _NATIVE or is_hub_path(path):
+            failure: Exception = ValueError(f"storage_options for {scheme}:// cannot be used: {text}")
+        elif isinstance(problem, FileNotFoundError):  # the archive that contains the files
+            failure = DataNotFoundError(
+                f"{address} cannot be opened, because {text} does not exist. Check the address."
+            )
+        elif isinstance(problem, (ImportError, ValueError)):
+            failure = MidepochError(
+                f"{scheme}:// cannot be opened: {text}. s3://, gs:// and az:// are read natively, "
+                "others by fsspec, which needs the package for them."
+            )
+        elif isinstance(problem, OSError) or is_foreign(problem):
+            failure = FetchError(f"{address} could not be opened: {text}")
+        else:
+            failure = MidepochError(f"{address} cannot be opened: {type(problem).__name__}: {text}")
     raise failure
 
 
@@ -74,22 +89,6 @@ def check_utf8(*paths: str) -> None:
             path.encode()
         except UnicodeEncodeError:
             raise FormatError(f"{path!r}: the name of the file is not UTF-8. Rename it.") from None
-
-
-def _failure(problem: Exception, scheme: str, address: Address, secrets: Secrets) -> Exception:
-    text = secrets.clean(str(problem))
-    if scheme in _NATIVE or is_hub_path(address.raw):
-        return ValueError(f"storage_options for {scheme}:// cannot be used: {text}")
-    if isinstance(problem, FileNotFoundError):  # the archive that contains the files
-        return DataNotFoundError(f"{address} cannot be opened, because {text} does not exist. Check the address.")
-    if isinstance(problem, (ImportError, ValueError)):
-        return MidepochError(
-            f"{scheme}:// cannot be opened: {text}. s3://, gs:// and az:// are read natively, "
-            "others by fsspec, which needs the package for them."
-        )
-    if isinstance(problem, OSError) or is_foreign(problem):
-        return FetchError(f"{address} could not be opened: {text}")
-    return MidepochError(f"{address} cannot be opened: {type(problem).__name__}: {text}")
 
 
 def _given(filesystem: Any, address: Address, retry: Retry) -> tuple[Store, str]:
@@ -141,24 +140,16 @@ def _s3(options: tuple[tuple[str, Any], ...]) -> fs.S3FileSystem:
 
 
 _S3_NAMES = {
-    "key": "access_key",
-    "aws_access_key_id": "access_key",
-    "secret": "secret_key",
-    "aws_secret_access_key": "secret_key",
-    "token": "session_token",
-    "aws_session_token": "session_token",
-    "anon": "anonymous",
-    "endpoint_url": "endpoint_override",
-    "endpoint": "endpoint_override",
-    "region_name": "region",
-    "aws_region": "region",
-    "aws_default_region": "region",
-    "aws_endpoint_url": "endpoint_override",
-    "aws_endpoint": "endpoint_override",
-    "aws_skip_signature": "anonymous",
-    "skip_signature": "anonymous",
-    "access_key_id": "access_key",
-    "secret_access_key": "secret_key",
+    alias: name
+    for name, aliases in {
+        "access_key": "key access_key_id aws_access_key_id",
+        "secret_key": "secret secret_access_key aws_secret_access_key",
+        "session_token": "token aws_session_token",
+        "anonymous": "anon skip_signature aws_skip_signature",
+        "endpoint_override": "endpoint endpoint_url aws_endpoint aws_endpoint_url",
+        "region": "region_name aws_region aws_default_region",
+    }.items()
+    for alias in aliases.split()
 }
 """Names of fsspec, boto, ``deltalake`` and ``lance`` for options of pyarrow."""
 
@@ -176,20 +167,20 @@ def s3_options(options: Mapping[str, Any]) -> dict[str, Any]:
     found = {_S3_NAMES.get(name.lower(), name): value for name, value in given.items() if value is not None}
     if isinstance(found.get("anonymous"), str):
         found["anonymous"] = found["anonymous"].lower() in ("true", "1", "yes")
+    environment = os.environ
     endpoint = (
-        found.get("endpoint_override") or os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
+        found.get("endpoint_override") or environment.get("AWS_ENDPOINT_URL_S3") or environment.get("AWS_ENDPOINT_URL")
     )
     if endpoint:
         check_endpoint(endpoint)
-        found["endpoint_override"] = endpoint.split("://", 1)[-1].rstrip("/")
-        if "://" in endpoint:
-            found.setdefault("scheme", endpoint.split("://", 1)[0])
-        found.setdefault("region", os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION") or "us-east-1")
-    found.setdefault("connect_timeout", 10.0)
-    found.setdefault("request_timeout", 30.0)
-    for name in ("connect_timeout", "request_timeout"):
-        found[name] = float(found[name])
-    return found
+        scheme, mark, host = endpoint.rpartition("://")
+        found["endpoint_override"] = host.rstrip("/")
+        if mark:
+            found.setdefault("scheme", scheme)
+        region = environment.get("AWS_REGION") or environment.get("AWS_DEFAULT_REGION") or "us-east-1"
+        found.setdefault("region", region)
+    timeouts = {"connect_timeout": 10.0, "request_timeout": 30.0}
+    return found | {name: float(found.get(name, seconds)) for name, seconds in timeouts.items()}
 
 
 def _by_fsspec(
@@ -200,11 +191,12 @@ def _by_fsspec(
     except ImportError:
         raise MidepochError(f"{scheme}:// needs fsspec: `pip install fsspec` and the package for {scheme}.") from None
     parts: list[str] = []
-    for text, link in address.parts:
-        own = None if link is None else _fsspec_options(link)
-        if link is not None and own:
-            _add_options(options, link.scheme, own, first=not parts)
-        parts.append(text if link is None or own is None else link.target)
+    for link in address.links:
+        own = _fsspec_options(link)
+        if own:  # options without a scheme are for the first address of a chain
+            plain = {name: options.pop(name) for name in own if not parts and name in options}
+            options[link.scheme] = _merged(own, _merged(plain, options.get(link.scheme, {})))
+        parts.append(link.text if own is None else link.target)
     redact_logs()
     filesystem, inner = fsspec.core.url_to_fs("::".join(parts), **options)
     if Address(inner).identity != inner:
@@ -213,12 +205,6 @@ def _by_fsspec(
     return Store(
         fs.PyFileSystem(FsspecHandler(filesystem)), "" if is_address else f"{scheme}://", secrets, retry
     ), inner
-
-
-def _add_options(options: dict[str, Any], scheme: str, own: Mapping[str, Any], first: bool) -> None:
-    """Add the options of an address to those given for its scheme, or for the first address of a chain."""
-    plain = {name: options.pop(name) for name in own if first and name in options}
-    options[scheme] = _merged(own, _merged(plain, options.get(scheme, {})))
 
 
 def _merged(own: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:

@@ -11,6 +11,7 @@ same time.
 from __future__ import annotations
 
 import errno
+import fcntl
 import hashlib
 import logging
 import os
@@ -21,21 +22,17 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO, TypeVar
 
+from midepoch._internal.hints import warn_once
 from midepoch._internal.processes import alive, machine
 from midepoch.errors import MidepochError
 from midepoch.storage.address import check_folder
 
-try:
-    import fcntl
-except ImportError:  # on Windows: two processes may do the same work, which is harmless
-    fcntl = None  # type: ignore[assignment]
-
-
 T = TypeVar("T")
+_log = logging.getLogger("midepoch")
 NOTICE_SECONDS = 5.0
 """Time to wait before the holder is logged."""
 LIMIT_SECONDS = 60.0
@@ -58,8 +55,7 @@ class LockFile:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | getattr(os, "O_NOFOLLOW", 0)
-        self._fd: int | None = os.open(path, flags, 0o600)
+        self._fd: int | None = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         self._close = weakref.finalize(self, os.close, self._fd)
         self._close.atexit = False  # the system closes the file at exit
         self._guard = threading.Lock()
@@ -103,14 +99,14 @@ class LockFile:
 
     def release(self, number: int) -> None:
         """Release a lock, if it is held."""
-        with self._guard:
-            if fcntl is not None and self._fd is not None:
-                with suppress(OSError):
-                    fcntl.lockf(self._fd, fcntl.LOCK_UN, 1, number)
+        with self._guard, suppress(OSError):
+            if self._fd is not None:
+                fcntl.lockf(self._fd, fcntl.LOCK_UN, 1, number)
 
     @contextmanager
-    def signs_of_life(self, number: int) -> Iterator[None]:
-        """Show waiting processes that this process is alive, during work that may take longer than they wait."""
+    def held(self, task: str, number: int = 0) -> Iterator[None]:
+        """Hold a lock, and show waiting processes that this process is alive, as it may take longer than they wait."""
+        self.acquire(number, task, wait=True)
         over, since = threading.Event(), _now()
 
         def beat() -> None:
@@ -124,6 +120,7 @@ class LockFile:
             yield
         finally:
             over.set()
+            self.release(number)
 
     def close(self) -> None:
         with self._guard:
@@ -131,14 +128,12 @@ class LockFile:
             self._close()
 
     def _try(self, number: int) -> bool:
-        if fcntl is None or self._fd is None:
-            return True
-        try:
-            fcntl.lockf(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, number)
-        except (BlockingIOError, PermissionError):
-            return False
-        except OSError:
-            return True  # a file system without locks
+        with suppress(OSError):  # of a file system without locks
+            try:
+                if self._fd is not None:
+                    fcntl.lockf(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, number)
+            except (BlockingIOError, PermissionError):
+                return False
         return True
 
     def _write_note(self, number: int, since: str, beats: int) -> None:
@@ -155,14 +150,14 @@ class LockFile:
             if self._fd is not None:
                 text = os.pread(self._fd, _NOTE_BYTES, number % _NOTES * _NOTE_BYTES)
         now = time.monotonic()
-        seen = self._first_seen.get(number)
-        if seen is None or seen[0] != text:
-            seen = self._first_seen[number] = (text, now)
+        seen, since = self._first_seen.get(number, (None, now))
+        if seen != text:
+            since = now
+            self._first_seen[number] = (text, now)
         noted, *about = text.decode(errors="replace").split("\t")
-        holder, since = (
-            (about[0], f" (since {about[1]})") if noted == str(number) and len(about) == 3 else (_UNKNOWN, "")
-        )
-        return holder, since, now - seen[1]
+        if noted != str(number) or len(about) != 3:
+            return _UNKNOWN, "", now - since
+        return about[0], f" (since {about[1]})", now - since
 
 
 def check_owner(path: Path) -> None:
@@ -170,7 +165,7 @@ def check_owner(path: Path) -> None:
 
     In a folder that all users can write to, another user may have created it first.
     """
-    if hasattr(os, "getuid") and path.lstat().st_uid not in (os.getuid(), path.parent.stat().st_uid):
+    if path.lstat().st_uid not in (os.getuid(), path.parent.stat().st_uid):
         raise PermissionError(errno.EACCES, "it belongs to another user", str(path))
 
 
@@ -178,6 +173,8 @@ def _now() -> str:
     return time.strftime("%Y-%m-%d %H:%M:%S %z")
 
 
+_ABANDONED_SECONDS = 24 * 3600.0
+"""Age at which a temporary file of another machine, whose processes are not visible, counts as abandoned."""
 _NETWORK = ("nfs", "cifs", "smb", "lustre", "fuse", "gpfs", "beegfs", "9p", "ceph")
 
 
@@ -197,12 +194,6 @@ def is_network(folder: Path) -> bool:
     return (file_system(folder) or "").startswith(_NETWORK)
 
 
-_log = logging.getLogger("midepoch")
-_ABANDONED_SECONDS = 24 * 3600.0
-"""Age at which a temporary file of another machine, whose processes are not visible, counts as abandoned."""
-_warned: set[tuple[Path, str]] = set()
-
-
 class CacheSlot:
     """Path at which this process saves a file, if its folder allows it."""
 
@@ -217,24 +208,19 @@ class CacheSlot:
         """
         problem = self._problem
         if problem is None:
-            if _identity(self._path) != self._before:
-                return True
             try:
-                write()
+                if _identity(self._path) == self._before:
+                    write()
+                return True
             except MidepochError:  # of the data
                 raise
-            except OSError as error:
-                problem = error
-            else:
-                return True
-        reason = (self._path.parent, problem.strerror or str(problem))
-        if reason not in _warned:
-            _warned.add(reason)
-            _log.warning(
-                "%s cannot be saved in %s (%s) and will be created again next time. Set MIDEPOCH_CACHE or index_dir to "
-                "a writable folder with free space.",
-                self._what, *reason,
-            )  # fmt: skip
+            except OSError as refused:
+                problem = refused
+        warn_once(
+            "%s cannot be saved in %s (%s) and will be created again next time. Set MIDEPOCH_CACHE or index_dir to "
+            "a writable folder with free space.",
+            self._what, str(self._path.parent), problem.strerror or str(problem),
+        )  # fmt: skip
         return False
 
 
@@ -247,12 +233,8 @@ def locked(path: Path, what: str) -> Iterator[CacheSlot]:
     except OSError as problem:
         yield CacheSlot(path, what, problem)
         return
-    try:
-        lock.acquire(0, what, wait=True)
-        with lock.signs_of_life(0):
-            yield CacheSlot(path, what, None)
-    finally:
-        lock.close()
+    with closing(lock), lock.held(what):
+        yield CacheSlot(path, what, None)
 
 
 def read_or_make(path: Path, what: str, read: Callable[[], T | None], make: Callable[[CacheSlot], T]) -> T:
@@ -298,9 +280,8 @@ def atomic_file(path: Path) -> Iterator[BinaryIO]:
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
-    except BaseException:
+    finally:
         temporary.unlink(missing_ok=True)
-        raise
 
 
 def sweep(folder: Path, pattern: str) -> None:

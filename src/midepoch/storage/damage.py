@@ -12,7 +12,7 @@ import os
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TypeVar
 
 import pyarrow as pa
@@ -145,22 +145,15 @@ class ThrottledError(ConnectionError):
 def requested_wait(headers: Mapping[str, str]) -> float | None:
     """Return the seconds that the headers of an answer ask to wait, or None."""
     named = {str(name).lower(): str(value).strip() for name, value in headers.items()}
-    if (seconds := _seconds(named.get("retry-after", ""))) is not None:
-        return seconds
+    if value := named.get("retry-after"):
+        from email.utils import parsedate_to_datetime  # takes 5 ms, which opening local files does not need
+
+        with suppress(ValueError, TypeError, OverflowError):
+            seconds = float(value) if value[0].isdigit() else parsedate_to_datetime(value).timestamp() - time.time()
+            if math.isfinite(seconds):
+                return max(0.0, seconds)
     limit = _LIMIT.search(named.get("ratelimit", ""))
     return float(limit[1]) if limit is not None else None
-
-
-def _seconds(value: str) -> float | None:
-    if not value:
-        return None
-    from email.utils import parsedate_to_datetime  # takes 5 ms, which opening local files does not need
-
-    try:
-        seconds = float(value) if value[0].isdigit() else parsedate_to_datetime(value).timestamp() - time.time()
-    except (ValueError, TypeError, OverflowError):
-        return None
-    return max(0.0, seconds) if math.isfinite(seconds) else None
 
 
 def retry_after(problem: BaseException) -> float | None:

@@ -100,21 +100,16 @@ def checked_file(native: pa.NativeFile) -> RangeFile:
     """
 
     def fetch(start: int, stop: int) -> bytes:
+        wanted = stop - start
         for _ in range(4):  # one in 256 last bytes equals its mark by chance
-            if (data := _read_marked(native, start, stop - start)) is not None:
-                return data
-        raise ShortError(f"fewer than the {stop - start} bytes requested from byte {start} on were received")
+            buffer, mark = bytearray(wanted), os.urandom(_MARK)
+            buffer[-_MARK:] = mark[-min(wanted, _MARK) :]
+            native.seek(start)
+            if native.readinto(buffer) == wanted and buffer[-1] != mark[-1]:
+                return bytes(buffer)
+        raise ShortError(f"fewer than the {wanted} bytes requested from byte {start} on were received")
 
     return RangeFile(native.size(), fetch, native.close)
-
-
-def _read_marked(native: pa.NativeFile, start: int, wanted: int) -> bytes | None:
-    """Return the bytes, or None if the last of them may be part of the mark."""
-    buffer, mark = bytearray(wanted), os.urandom(_MARK)
-    buffer[-_MARK:] = mark[-min(wanted, _MARK) :]
-    native.seek(start)
-    came = native.readinto(buffer)
-    return bytes(buffer) if came == wanted and buffer[-1] != mark[-1] else None
 
 
 _PLACES = ("host", "port", "share", "org", "repo", "sha", "fo")
@@ -150,25 +145,25 @@ class FsspecHandler(fs.FSSpecHandler):  # type: ignore[misc]
             Address(str(options[name])).identity for name in _PLACES if isinstance(options.get(name), (str, int))
         )
 
+    def refresh(self) -> None:
+        self.fs.invalidate_cache()
+
     def version(self, path: str) -> str:
         """Return an identifier that changes with the contents of a file. Empty if the file system has none."""
         if path.startswith("buckets/") and _is_of_kind(self.fs, "hf"):
-            return self._hash_in_bucket(path)
+            # Of the contents now: the file system would return that of its listing.
+            from huggingface_hub import HfApi
+
+            _, owner, name, inner = path.split("/", 3)
+            api = HfApi(endpoint=self.fs.endpoint, token=self.fs.token)
+            for file in api.get_bucket_paths_info(f"{owner}/{name}", [inner]):
+                return str(file.xet_hash)
+            raise FileNotFoundError(path)
         try:
             info = self.fs.info(path)
         except Exception:
             return ""
         return str(info.get("ETag") or info.get("etag") or info.get("created") or "")
-
-    def _hash_in_bucket(self, path: str) -> str:
-        """Return the hash of a file of the Hub that may change. The file system would return the one of its listing."""
-        from huggingface_hub import HfApi
-
-        _, owner, name, inner = path.split("/", 3)
-        api = HfApi(endpoint=self.fs.endpoint, token=self.fs.token)
-        for file in api.get_bucket_paths_info(f"{owner}/{name}", [inner]):
-            return str(file.xet_hash)
-        raise FileNotFoundError(path)
 
     def open_input_file(self, path: str) -> Any:
         inner = _inner(self.fs)

@@ -24,7 +24,7 @@ from midepoch._internal.values import integer
 from midepoch.errors import CorruptBlockError, DataNotFoundError, FetchError, MidepochError
 from midepoch.storage.address import Address, Secrets
 from midepoch.storage.damage import PAUSES, changed, is_damage, refusal, retry_after
-from midepoch.storage.hub_files import HubFiles
+from midepoch.storage.hub import Hub
 from midepoch.storage.open_files import Entry as Entry
 from midepoch.storage.open_files import FsspecHandler, ShortError, checked_file, is_foreign, options_of
 from midepoch.storage.open_files import OpenFile as OpenFile
@@ -76,7 +76,7 @@ class Retry:
 class Store:
     """Files of one file system. Pickles include its credentials, for worker processes. Nothing else saves them."""
 
-    given: fs.FileSystem | HubFiles
+    given: fs.FileSystem | Hub
     scheme: str = ""
     secrets: Secrets = field(default_factory=Secrets)
     retry: Retry = field(default_factory=Retry)
@@ -101,15 +101,17 @@ class Store:
         return self.given
 
     @property
+    def _special(self) -> Hub | FsspecHandler | None:
+        """The file system if it is not one of pyarrow's own."""
+        special = self.given.handler if isinstance(self.given, fs.PyFileSystem) else self.given
+        return special if isinstance(special, Hub | FsspecHandler) else None
+
+    @property
     def forked_is_fatal(self) -> bool:
         """True if the file system has threads that do not survive a fork, or files with a shared position."""
-        if self.reader:
-            return True
-        if isinstance(self.given, HubFiles):
-            return False
-        if isinstance(self.given, fs.PyFileSystem):
-            return isinstance(self.given.handler, FsspecHandler) and not self.given.handler.survives_fork
-        return not self.local
+        if self._special is not None:
+            return bool(self.reader) or not self._special.survives_fork
+        return bool(self.reader) or not (self.local or isinstance(self.given, fs.PyFileSystem))
 
     @property
     def local(self) -> bool:
@@ -118,14 +120,12 @@ class Store:
     @property
     def identity(self) -> str:
         """Name that distinguishes this store from others, without secrets. It is part of the key of an index."""
-        place = ""
-        if isinstance(self.filesystem, fs.S3FileSystem):
-            place = str(options_of(self.filesystem).get("endpoint_override", "")).rpartition("@")[2]
-        elif isinstance(self.filesystem, fs.PyFileSystem) and isinstance(self.filesystem.handler, FsspecHandler):
-            place = self.filesystem.handler.place
-        elif isinstance(self.given, HubFiles):
-            place = self.given.place
-        return f"{self.scheme}{self.filesystem.type_name} {place}"
+        filesystem, place = self.filesystem, ""
+        if self._special is not None:
+            place = self._special.place
+        elif isinstance(filesystem, fs.S3FileSystem):
+            place = str(options_of(filesystem).get("endpoint_override", "")).rpartition("@")[2]
+        return f"{self.scheme}{filesystem.type_name} {place}"
 
     def name(self, path: str) -> str:
         """Return a path as it is shown."""
@@ -133,29 +133,28 @@ class Store:
 
     def list(self, folder: str) -> list[Entry]:
         """Return all files below a folder, at any depth, from one listing."""
-        if isinstance(self.given, HubFiles):
+        if isinstance(self.given, Hub):
             return self.given.below(folder, partial(self.persist, folder, "listed"))
-        selector = fs.FileSelector(folder, recursive=True, allow_not_found=True)
-        infos = self.persist(folder, "listed", lambda: self.filesystem.get_file_info(selector))
-        files = [info for info in infos if info.type == fs.FileType.File]
-        return [_entry(info) if info.size is not None else self._sized(info.path) for info in files]
+        below = fs.FileSelector(folder, recursive=True, allow_not_found=True)
+        infos = self.persist(folder, "listed", lambda: self.filesystem.get_file_info(below))
+        return [self._listed(info) for info in infos if _is_file(info)]
 
-    def _sized(self, path: str) -> Entry:
-        """Return the entry of a file whose listing has no size, as that of a web server."""
-        entry = self.stat(path)
+    def _listed(self, info: fs.FileInfo) -> Entry:
+        """Return the entry of a listed file. Listings of web servers have no sizes."""
+        entry = self.stat(info.path) if info.size is None else _entry(info)
         if entry is None:
-            raise DataNotFoundError(f"{self.name(path)} was listed, but does not exist.")
+            raise DataNotFoundError(f"{self.name(info.path)} was listed, but does not exist.")
         return entry
 
     def stat(self, path: str) -> Entry | None:
         """Return the entry of a file, or None if the path is not a file."""
-        if isinstance(self.given, HubFiles):
+        if isinstance(self.given, Hub):
             return self.given.stat(path, partial(self.persist, path, "looked at"))
         info = self.persist(path, "looked at", lambda: self.filesystem.get_file_info(path))
-        return _entry(info) if info.type == fs.FileType.File else None
+        return _entry(info) if _is_file(info) else None
 
     def is_folder(self, path: str) -> bool:
-        if isinstance(self.given, HubFiles):
+        if isinstance(self.given, Hub):
             return bool(self.list(path))
         info = self.persist(path, "looked at", lambda: self.filesystem.get_file_info(path))
         return bool(info.type == fs.FileType.Directory)
@@ -168,42 +167,30 @@ class Store:
         if self.local:
             self._compare(entry, _local_entry(entry.path))
             return OpenFile(pa.OSFile(entry.path))  # not mapped: truncation of the file would crash the process
-        if isinstance(self.given, HubFiles):  # compared with the entry when it is read
+        if isinstance(self.given, Hub):  # compared with the entry when it is read
             return OpenFile(pa.PythonFile(self.given.open(entry), mode="r"), entry.etag)
         native = self.filesystem.open_input_file(entry.path)
-        etag = self._etag(entry.path, native)
+        special = self._special
+        etag = special.version(entry.path) if isinstance(special, FsspecHandler) else _etag(native)
         self._compare(entry, Entry(entry.path, native.size(), 0, etag))
         return OpenFile(pa.PythonFile(checked_file(native), mode="r"), etag)
-
-    def _etag(self, path: str, native: pa.NativeFile) -> str:
-        """Return the version of an open file. Empty if the store has none."""
-        if isinstance(self.filesystem, fs.PyFileSystem) and isinstance(self.filesystem.handler, FsspecHandler):
-            return self.filesystem.handler.version(path)
-        try:
-            metadata = native.metadata()
-        except (OSError, pa.ArrowException):
-            return ""
-        etag = {str(name).lower(): value for name, value in (metadata or {}).items()}.get("etag", b"")
-        return etag.decode(errors="replace") if isinstance(etag, bytes) else str(etag)
 
     def check(self, expected: Entry) -> None:
         """Raise DataChangedError if a file has changed since it was indexed."""
         if self.local:
             self._compare(expected, _local_entry(expected.path))
-        elif not isinstance(self.given, HubFiles):  # files of a commit do not change
+        elif not isinstance(self.given, Hub):  # files of a commit do not change
             self.open(expected).close()
 
     @property
     def earlier(self) -> str:
         """Versions of the files that were opened before on this machine, if the store keeps them."""
-        return self.given.earlier if isinstance(self.given, HubFiles) else ""
+        return self.given.earlier if isinstance(self.given, Hub) else ""
 
     def refresh(self) -> None:
         """Look up again what this process, or another one of this machine, looked up a moment ago."""
-        if isinstance(self.given, HubFiles):
-            self.given.refresh()
-        elif isinstance(self.given, fs.PyFileSystem) and isinstance(self.given.handler, FsspecHandler):
-            self.given.handler.fs.invalidate_cache()
+        if self._special is not None:
+            self._special.refresh()
 
     def _compare(self, expected: Entry, found: Entry) -> None:
         if found.size != expected.size:
@@ -274,11 +261,10 @@ class Store:
         if isinstance(problem, MidepochError):
             return self._cleaned(problem)
         name, text = self.name(path), self.secrets.clean(str(problem))
-        if isinstance(problem, (FileNotFoundError, NotADirectoryError)):
-            remedy = " Restore it, or open the dataset again with force_reindex=True." if what == "read" else ""
-            return DataNotFoundError(f"{name} does not exist.{remedy}")
         if cause == "gone":
-            return DataNotFoundError(f"{name} does not exist: {text}")
+            said = "" if isinstance(problem, (FileNotFoundError, NotADirectoryError)) else f": {text}"
+            remedy = " Restore it, or open the dataset again with force_reindex=True." if what == "read" else ""
+            return DataNotFoundError(f"{name} does not exist{said}.{remedy}")
         if cause == "denied":
             remedy = "its permissions" if self.local else "the credentials in the environment or in storage_options"
             return FetchError(f"{name} cannot be {what}: access is denied ({text}). Check {remedy}.")
@@ -308,6 +294,20 @@ class Store:
 def _local_entry(path: str) -> Entry:
     stat = os.stat(path)
     return Entry(path, stat.st_size, stat.st_mtime_ns)
+
+
+def _is_file(info: fs.FileInfo) -> bool:
+    return bool(info.type == fs.FileType.File)
+
+
+def _etag(native: pa.NativeFile) -> str:
+    """Return the version of an open file. Empty if the store has none."""
+    try:
+        metadata = native.metadata()
+    except (OSError, pa.ArrowException):
+        return ""
+    etag = {str(name).lower(): value for name, value in (metadata or {}).items()}.get("etag", b"")
+    return etag.decode(errors="replace") if isinstance(etag, bytes) else str(etag)
 
 
 def _entry(info: fs.FileInfo) -> Entry:
