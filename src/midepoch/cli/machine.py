@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from midepoch.cli import common
+from midepoch.cli.common import Answer
 from midepoch.cli.data import DATA, Columns, Config, Data, Format, Made, Scope, Split, Storage, made_by, open_data
 
 if TYPE_CHECKING:
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 _COLOURS = {"good": "green", "mind": "yellow", "bad": "red"}
 
 
-def doctor(as_json: common.AsJson = False) -> None:
+def doctor() -> Answer:
     """Check versions, limits on files and memory, caches, and settings that often go wrong.
 
     Exits with 1 if something will not work.
@@ -30,15 +31,12 @@ def doctor(as_json: common.AsJson = False) -> None:
     from midepoch.tools.doctor import examine
 
     findings = examine()
-    if as_json:
-        common.print_json([asdict(one) for one in findings])
-    else:
-        common.print_table(
-            {"": (one.verdict, _COLOURS[one.verdict]), "what": one.what, "found": one.found, "what to do": one.remedy}
-            for one in findings
-        )
-    if any(one.verdict == "bad" for one in findings):
-        raise typer.Exit(1)
+    rows = (
+        {"": (one.verdict, _COLOURS[one.verdict]), "what": one.what, "found": one.found, "what to do": one.remedy}
+        for one in findings
+    )
+    bad = any(one.verdict == "bad" for one in findings)
+    return Answer(list(map(asdict, findings)), lambda: common.print_table(rows), bad)
 
 
 def demo(
@@ -64,8 +62,7 @@ def index(
     index_dir: Annotated[str | None, typer.Option(help="Folder of the indexes. [default: $MIDEPOCH_CACHE]")] = None,
     storage: Storage = None,
     format: Format = None,
-    as_json: common.AsJson = False,
-) -> None:
+) -> Answer:
     """Create the index of some data, with progress, or check the existing one.
 
     Exits with 1 if it cannot be saved.
@@ -89,14 +86,10 @@ def index(
         "saved": all(one.path is not None for one in source.indexes),
         "seconds": round(time.monotonic() - began, 3),
     }
-    if as_json:
-        common.print_json(found)
-    else:
-        counts = ", ".join(common.counted(found[f"{noun}s"], noun) for noun in ("file", "block", "row"))
-        saved = "indexed in" if found["saved"] else "the index could not be saved in"
-        common.say(f"{counts}; {saved} {found['index_dir']} ({found['seconds']:.1f} s)")
-    if not found["saved"]:
-        raise typer.Exit(1)
+    counts = ", ".join(common.counted(found[f"{noun}s"], noun) for noun in ("file", "block", "row"))
+    saved = "indexed in" if found["saved"] else "the index could not be saved in"
+    text = f"{counts}; {saved} {found['index_dir']} ({found['seconds']:.1f} s)"
+    return Answer(found, lambda: common.say(text), not found["saved"])
 
 
 def bench(
@@ -114,8 +107,7 @@ def bench(
     dataset: Made = None,
     storage: Storage = None,
     format: Format = None,
-    as_json: common.AsJson = False,
-) -> None:
+) -> Answer:
     """Measure rows/s and GB/s by workers and batch size, beside the limit of the machine, and recommend a setting.
 
     midepoch bench 'data/*.parquet' --columns tokens
@@ -143,13 +135,11 @@ def bench(
         )
     limit = None if ds.pipeline.numbered is None else find_limit(ds, seconds)
     best, why = advise(trials)
-    if as_json:
-        rates = ("rows_per_second", "bytes_per_second")
-        measured = [{**asdict(one), **{name: getattr(one.stats, name) for name in rates}} for one in trials]
-        advice = {"num_workers": best.num_workers, "batch_size": best.batch_size, "why": why}
-        common.print_json({"trials": measured, "limit": limit and asdict(limit), "recommended": advice})
-    else:
-        _show(trials, limit, best, why)
+    rates = ("rows_per_second", "bytes_per_second")
+    measured = [{**asdict(one), **{name: getattr(one.stats, name) for name in rates}} for one in trials]
+    advice = {"num_workers": best.num_workers, "batch_size": best.batch_size, "why": why}
+    about = {"trials": measured, "limit": limit and asdict(limit), "recommended": advice}
+    return Answer(about, lambda: _show(trials, limit, best, why))
 
 
 def _numbers(text: str, name: str, least: int) -> list[int]:

@@ -10,6 +10,7 @@ import typer
 from rich.text import Text
 
 from midepoch.cli import common
+from midepoch.cli.common import Answer
 from midepoch.cli.data import Format, Made, Part, Step, Storage, data_given, is_path, open_data
 from midepoch.errors import DataNotFoundError
 from midepoch.storage.address import Address
@@ -24,14 +25,13 @@ def plan_file(
     path: str,
     sources: Sequence[str] | None,
     storage: list[str] | None,
-    as_json: bool,
     column: Sequence[str] | None,
     tokenizer: str | None,
     **options: Any,
-) -> None:
-    """Print the consumption of the schedule in a file.
+) -> Answer:
+    """Return the consumption of the schedule in a file.
 
-    Exit with 1 if a phase cannot be filled, or ``max_passes`` cannot be checked.
+    It is bad if a phase cannot be filled, or ``max_passes`` cannot be checked.
     """
     from midepoch.order.schedule import Schedule
     from midepoch.tools.schedule import plan_schedule
@@ -47,12 +47,8 @@ def plan_file(
     datasets = {name: _opened(name, given, storage) for name, given in paths.items() if name in schedule.names}
     model = None if tokenizer is None else _tokenizer(tokenizer)
     plan = plan_schedule(schedule, datasets, column=columns[0] if columns else by_name, tokenizer=model, **options)
-    if as_json:
-        common.print_json({"schedule": path, **asdict(plan)})
-    else:
-        _show_schedule(plan)
-    if plan.problem is not None or plan.unchecked:
-        raise typer.Exit(1)
+    bad = plan.problem is not None or bool(plan.unchecked)
+    return Answer({"schedule": path, **asdict(plan)}, lambda: _show_schedule(plan), bad)
 
 
 def _tokenizer(name: str) -> Any:
@@ -239,8 +235,7 @@ def plan(
     ranks: Annotated[int, typer.Option(help="Number of ranks of the run of the schedule.", min=1)] = 1,
     eos: Annotated[bool, typer.Option("--eos", help="pack() adds a token to each document.")] = False,
     seed: Annotated[int, typer.Option(help="The seed of the mix of the schedule.", min=0)] = 0,
-    as_json: common.AsJson = False,
-) -> None:
+) -> Answer:
     """Show the effect of a resume: the next rows, steps left, reads of each machine. Or what a schedule will consume.
 
     With --checkpoint and --world-size: the effect of a resume. Exits with 1 if the state would be refused.
@@ -259,8 +254,7 @@ def plan(
     if schedule is not None:
         if checkpoint is not None:
             raise ValueError("--checkpoint and --schedule cannot be used together. Use one of them.")
-        plan_file(schedule, source, storage, as_json, column, tokenizer, ranks=ranks, eos=eos, seed=seed)
-        return
+        return plan_file(schedule, source, storage, column, tokenizer, ranks=ranks, eos=eos, seed=seed)
     if checkpoint is None or world_size is None:
         missing = "--checkpoint" if checkpoint is None else "--world-size"
         raise ValueError(f"plan needs {missing}. Use --checkpoint and --world-size, or --schedule.")
@@ -281,14 +275,8 @@ def plan(
         steps=steps,
         machines=machines,
     )
-    if as_json:
-        common.print_json(
-            {"checkpoint": Address(place).public, "step": which, "num_workers": num_workers, **asdict(resume)}
-        )
-    else:
-        _show(resume, which, world_size)
-    if not resume.accepted:
-        raise typer.Exit(1)
+    about = {"checkpoint": Address(place).public, "step": which, "num_workers": num_workers, **asdict(resume)}
+    return Answer(about, lambda: _show(resume, which, world_size), not resume.accepted)
 
 
 def _show(plan: ResumePlan, step: int | None, ranks: int) -> None:
