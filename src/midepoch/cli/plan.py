@@ -16,35 +16,38 @@ from midepoch.errors import DataNotFoundError
 from midepoch.storage.address import Address
 
 if TYPE_CHECKING:
-    from midepoch.dataset import Dataset
     from midepoch.tools.plan import ResumePlan
     from midepoch.tools.schedule import SchedulePlan
 
 
-def plan_file(
+def _of_schedule(
     path: str,
-    sources: Sequence[str] | None,
+    sources: list[str] | None,
     storage: list[str] | None,
-    column: Sequence[str] | None,
+    column: list[str] | None,
     tokenizer: str | None,
     **options: Any,
 ) -> Answer:
-    """Return the consumption of the schedule in a file.
-
-    It is bad if a phase cannot be filled, or ``max_passes`` cannot be checked.
-    """
+    """Return the consumption of a schedule. It is bad if a phase or ``max_passes`` cannot be filled or checked."""
     from midepoch.order.schedule import Schedule
     from midepoch.tools.schedule import plan_schedule
 
     schedule = Schedule.load(path)
-    given_paths = _pairs(sources, "--source", "PATH")
-    paths: dict[str, str | list[str]] = {**schedule.sources, **given_paths}
     columns = column if column and "=" not in column[0] else None
-    by_name = {} if columns else _pairs(column, "--column", "COLUMN")
-    for option, given in (("--source", given_paths), ("--column", by_name)):
-        if unknown := [name for name in given if name not in schedule.names]:
-            raise ValueError(f"{option} {unknown[0]}: the sources of {path} are {', '.join(schedule.names)}.")
-    datasets = {name: _opened(name, given, storage) for name, given in paths.items() if name in schedule.names}
+    by_name = {} if columns else _pairs(column, "--column", "COLUMN", path, schedule.names)
+    given = _pairs(sources, "--source", "PATH", path, schedule.names)
+    datasets = {}
+    for name, paths in {**schedule.sources, **given}.items():
+        if name not in schedule.names:
+            continue
+        paths = [paths] if isinstance(paths, str) else paths
+        try:
+            if not is_path(paths[0]):
+                raise DataNotFoundError(f"there is no file {paths[0]}.")
+            datasets[name] = open_data(paths, storage=storage)
+        except DataNotFoundError as problem:
+            hint = f"Check the path in the schedule, or pass --source {name}=PATH."
+            raise type(problem)(f"source {name!r}: {problem} {hint}") from None
     model = None if tokenizer is None else _tokenizer(tokenizer)
     plan = plan_schedule(schedule, datasets, column=columns[0] if columns else by_name, tokenizer=model, **options)
     bad = plan.problem is not None or bool(plan.unchecked)
@@ -72,28 +75,19 @@ def _tokenizer(name: str) -> Any:
         ) from None
 
 
-def _opened(name: str, given: str | list[str], storage: list[str] | None) -> Dataset:
-    """Return the data of a source. Errors name the source."""
-    paths = [given] if isinstance(given, str) else given
-    try:
-        if not is_path(paths[0]):
-            raise DataNotFoundError(f"there is no file {paths[0]}.")
-        return open_data(paths, storage=storage)
-    except DataNotFoundError as problem:
-        hint = f"Check the path in the schedule, or pass --source {name}=PATH."
-        raise type(problem)(f"source {name!r}: {problem} {hint}") from None
-
-
-def _pairs(given: Sequence[str] | None, option: str, value: str) -> dict[str, str]:
+def _pairs(given: list[str] | None, option: str, value: str, path: str, names: Sequence[str]) -> dict[str, str]:
+    """Return the values of an option by the names of the sources of a schedule."""
     found: dict[str, str] = {}
     for pair in given or ():
-        name, sign, path = pair.partition("=")
-        if not sign or not name or not path:
+        name, _, text = pair.partition("=")
+        if not name or not text:
             raise ValueError(f"{option} takes NAME={value}, got {pair!r}")
         if name in found:
             several = " For several files, use a glob or a folder." if value == "PATH" else ""
             raise ValueError(f"{option} {name} is given twice.{several}")
-        found[name] = path
+        if name not in names:
+            raise ValueError(f"{option} {name}: the sources of {path} are {', '.join(names)}.")
+        found[name] = text
     return found
 
 
@@ -156,10 +150,8 @@ def _amount(number: int | None, exact: bool) -> str:
         return ""
     if exact or number < 10_000_000:
         return f"{number:,}"
-    for size, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M")):
-        if number >= size:
-            return f"{number / size:,.2f} {unit}"
-    return f"{number:,}"
+    size, unit = next(one for one in ((1e12, "T"), (1e9, "B"), (1e6, "M")) if number >= one[0])
+    return f"{number / size:,.2f} {unit}"
 
 
 _STYLES = ("cyan", "magenta", "yellow", "green", "blue", "red")
@@ -254,7 +246,7 @@ def plan(
     if schedule is not None:
         if checkpoint is not None:
             raise ValueError("--checkpoint and --schedule cannot be used together. Use one of them.")
-        return plan_file(schedule, source, storage, column, tokenizer, ranks=ranks, eos=eos, seed=seed)
+        return _of_schedule(schedule, source, storage, column, tokenizer, ranks=ranks, eos=eos, seed=seed)
     if checkpoint is None or world_size is None:
         missing = "--checkpoint" if checkpoint is None else "--world-size"
         raise ValueError(f"plan needs {missing}. Use --checkpoint and --world-size, or --schedule.")
