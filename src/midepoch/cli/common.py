@@ -118,6 +118,12 @@ def _width(cell: Text) -> int:
     return max(int(line.cell_len) for line in cell.split("\n", allow_blank=True))
 
 
+def short(value: Any, most: int) -> str:
+    """Return a value as text, cut if it is longer than some characters."""
+    text = str(value)
+    return text if len(text) <= most else f"{text[:most]}… ({len(text):,} characters)"
+
+
 def printable(text: str) -> str:
     """Escape control characters of the terminal.
 
@@ -133,7 +139,7 @@ class Answer(NamedTuple):
     """The result of a command: JSON-able, and a function that prints it. ``bad``: it is a problem (exit status 1)."""
 
     value: Any
-    show: Callable[[], None]
+    show: Callable[[], Any]
     bad: bool = False
 
 

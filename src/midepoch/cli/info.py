@@ -98,7 +98,7 @@ def info(
     return Answer(about, show)
 
 
-_TEXT = 60
+_TEXT = 240
 
 
 def peek(
@@ -277,5 +277,4 @@ def _short(value: Any) -> str:
         return "{" + ", ".join(f"{name}: {_short(part)}" for name, part in value.items()) + "}"
     if isinstance(value, bytes):
         return f"{len(value):,} bytes"
-    text = value if isinstance(value, str) else repr(value)
-    return text if len(text) <= 4 * _TEXT else f"{text[: 4 * _TEXT]}… ({len(text):,} characters)"
+    return common.short(value if isinstance(value, str) else repr(value), _TEXT)

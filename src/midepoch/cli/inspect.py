@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import asdict
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -99,8 +99,8 @@ def diff(
         common.print_table(
             {
                 "field": one.field,
-                "first": _short(one.first),
-                "second": _short(one.second),
+                "first": common.short(one.first, _TEXT),
+                "second": common.short(one.second, _TEXT),
                 "what it means": one.cause or "does not matter",
             }
             for one in fields
@@ -116,11 +116,6 @@ def diff(
     differs = [each._asdict() for each in fields]
     bad = problem is not None
     return Answer({"resumes": not bad, "problem": problem, "differs": differs}, show, bad)
-
-
-def _short(value: Any) -> str:
-    text = str(value)
-    return text if len(text) <= _TEXT else f"{text[:_TEXT]}… ({len(text):,} characters)"
 
 
 def verify(

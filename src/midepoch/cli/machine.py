@@ -5,16 +5,13 @@ from __future__ import annotations
 import time
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from midepoch.cli import common
 from midepoch.cli.common import Answer
 from midepoch.cli.data import DATA, Columns, Config, Data, Format, Made, Scope, Split, Storage, made_by, open_data
-
-if TYPE_CHECKING:
-    from midepoch.tools.bench import Limit, Trial
 
 _COLOURS = {"good": "green", "mind": "yellow", "bad": "red"}
 
@@ -139,7 +136,28 @@ def bench(
     measured = [{**asdict(one), **{name: getattr(one.stats, name) for name in rates}} for one in trials]
     advice = {"num_workers": best.num_workers, "batch_size": best.batch_size, "why": why}
     about = {"trials": measured, "limit": limit and asdict(limit), "recommended": advice}
-    return Answer(about, lambda: _show(trials, limit, best, why))
+
+    def show() -> None:
+        rows = []
+        for one in trials:
+            row = {
+                "workers": one.num_workers,
+                "batch size": one.batch_size,
+                "rows/s": f"{one.stats.rows_per_second:,.0f}",
+                "GB/s": f"{one.stats.bytes_per_second / 1e9:,.3f}",
+                "first batch": f"{1000 * one.stats.first_batch:,.0f} ms",
+            }
+            if limit is not None:
+                row["of the limit"] = f"{one.stats.rows_per_second / max(limit.rows_per_second, 1e-9):.2f} ×"
+            rows.append({name: (cell, "bold green" if one is best else "") for name, cell in row.items()})
+        common.print_table(rows, right=list(rows[0]))
+        if limit is not None:
+            rates = f"{limit.rows_per_second:,.0f} rows/s, {limit.bytes_per_second / 1e9:,.3f} GB/s"
+            common.say(f"limit: {rates} ({limit.how})")
+        chosen = f"recommended: loader(batch_size={best.batch_size}, num_workers={best.num_workers})"
+        common.say((chosen, "bold"), f": {why}")
+
+    return Answer(about, show)
 
 
 def _numbers(text: str, name: str, least: int) -> list[int]:
@@ -150,25 +168,3 @@ def _numbers(text: str, name: str, least: int) -> list[int]:
     if not numbers or min(numbers) < least:
         raise ValueError(f"{name} takes integers of at least {least}, separated by commas, got {text!r}")
     return numbers
-
-
-def _show(trials: list[Trial], limit: Limit | None, best: Trial, why: str) -> None:
-    rows = []
-    for one in trials:
-        row = {
-            "workers": one.num_workers,
-            "batch size": one.batch_size,
-            "rows/s": f"{one.stats.rows_per_second:,.0f}",
-            "GB/s": f"{one.stats.bytes_per_second / 1e9:,.3f}",
-            "first batch": f"{1000 * one.stats.first_batch:,.0f} ms",
-        }
-        if limit is not None:
-            row["of the limit"] = f"{one.stats.rows_per_second / max(limit.rows_per_second, 1e-9):.2f} ×"
-        rows.append({name: (cell, "bold green" if one is best else "") for name, cell in row.items()})
-    common.print_table(rows, right=list(rows[0]))
-    if limit is not None:
-        common.say(
-            f"limit: {limit.rows_per_second:,.0f} rows/s, {limit.bytes_per_second / 1e9:,.3f} GB/s ({limit.how})"
-        )
-    chosen = f"recommended: loader(batch_size={best.batch_size}, num_workers={best.num_workers})"
-    common.say((chosen, "bold"), f": {why}")

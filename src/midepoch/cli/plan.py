@@ -303,9 +303,15 @@ def _show(plan: ResumePlan, step: int | None, ranks: int) -> None:
         say((left_out, "yellow"))
     for note in plan.notes:
         say((note, "yellow"))
-    common.print_table(
-        _next_rows(plan), title="the next rows, by their numbers before the shuffle", right=("step", "rank")
-    )
+    rows = []
+    for number, batch in enumerate(plan.batches, 1):
+        for rank, mine in enumerate(batch[:_RANKS]):
+            text = ", ".join([*map(str, mine[:_ROWS]), *["…"] * (len(mine) > _ROWS)])
+            rows.append({"step": f"+{number}", "rank": rank, "rows": text})
+        if len(batch) > _RANKS:
+            more = f"{len(batch) - _RANKS} more ranks (all of them with --json)"
+            rows.append({"step": "", "rank": "…", "rows": more})
+    common.print_table(rows, title="the next rows, by their numbers before the shuffle", right=("step", "rank"))
     machines = (
         {
             "machine": number,
@@ -317,12 +323,3 @@ def _show(plan: ResumePlan, step: int | None, ranks: int) -> None:
         for number, one in enumerate(plan.machines)
     )
     common.print_table(machines, title="until the end of the epoch", right=("ranks", "blocks", "about MB"))
-
-
-def _next_rows(plan: ResumePlan) -> Iterator[dict[str, Any]]:
-    for number, batch in enumerate(plan.batches, 1):
-        for rank, rows in enumerate(batch[:_RANKS]):
-            more = ", …" if len(rows) > _ROWS else ""
-            yield {"step": f"+{number}", "rank": rank, "rows": ", ".join(map(str, rows[:_ROWS])) + more}
-        if len(batch) > _RANKS:
-            yield {"step": "", "rank": "…", "rows": f"{len(batch) - _RANKS} more ranks (all of them with --json)"}

@@ -64,6 +64,7 @@ def audit(
 
     midepoch audit runs/7 --against runs/8
     """
+    from midepoch._internal.progress import shown
     from midepoch.audit import read_run, read_runs
 
     if sum(given is not None for given in (step, row, against)) > 1:
@@ -77,30 +78,31 @@ def audit(
         return Answer(found, lambda: [_show_proof(one, len(runs) > 1) for one in runs], not exact)
     ledger = read_run(run, stream)
     if against is not None:
-        return _overlap(ledger, read_run(against, ledger.streams[ledger.stream] or None))
+        with shown("comparing", "rows") as report:
+            other = read_run(against, ledger.streams[ledger.stream] or None)
+            overlap = ledger.overlap(other, report)
+        numbers = {str(ledger.folder): overlap.first, str(other.folder): overlap.second, "both": overlap.both}
+        rows = ({"run": name, "rows": number} for name, number in numbers.items())
+        title = "rows of the files that were seen at least once"
+        return Answer(overlap._asdict(), lambda: common.print_table(rows, title=title))
     if step is not None:
-        documents = ledger.documents_of_step(step)
-        return _rows(ledger, documents, ledger.rows_of_step, (step,), f"step {step}")
-    chosen, number = _source_and_row(str(row), source, len(ledger.order.sources))
-    documents = ledger.documents_of_row(number, chosen)
+        return _rows(ledger, ledger.documents_of_step(step), lambda: ledger.rows_of_step(step), f"step {step}")
+    name, _, number = str(row).rpartition(":")
+    sources = len(ledger.order.sources)
+    if not number.isdecimal():
+        raise ValueError(f"--row takes the number of a row, or source:number, got {row!r}")
+    if not name and source is None and sources > 1:
+        raise ValueError(
+            f"--row {row}: there are {sources} sources. Give one of them, as in --row 0:{row} or NAME:{row}."
+        )
+    chosen: Any = int(name) if name.isdecimal() else name or source or 0
+    documents = ledger.documents_of_row(int(number), chosen)
     if documents is None and isinstance(chosen, str):
         raise ValueError(
             f"--row {row}: names of sources are recorded with provenance=True. Without it, name the source by its "
             f"number in the mix, from 0: --row {number} --source 0."
         )
-    return _rows(ledger, documents, ledger.steps_of_row, (number, chosen), f"row {row}")
-
-
-def _source_and_row(text: str, source: int | None, sources: int) -> tuple[int | str, int]:
-    """Return the source (a number or a name) and the row of ``--row``."""
-    name, _, number = text.rpartition(":")
-    if not number.isdecimal():
-        raise ValueError(f"--row takes the number of a row, or source:number, got {text!r}")
-    if not name and source is None and sources > 1:
-        raise ValueError(
-            f"--row {text}: there are {sources} sources. Give one of them, as in --row 0:{text} or NAME:{text}."
-        )
-    return (int(name) if name.isdecimal() else name or source or 0), int(number)
+    return _rows(ledger, documents, lambda: ledger.steps_of_row(int(number), chosen), f"row {row}")
 
 
 def _show_proof(run: Run, several: bool) -> None:
@@ -142,16 +144,14 @@ def _show_proof(run: Run, several: bool) -> None:
 _NAMING = ("step", "row")
 
 
-def _rows(
-    run: Run, documents: list[Document] | None, find: Callable[..., list[Delivery]], key: Any, what: str
-) -> Answer:
+def _rows(run: Run, documents: list[Document] | None, find: Callable[[], list[Delivery]], what: str) -> Answer:
     """Return the rows of a step or the steps of a row: documents if they are recorded, else what ``find`` returns.
 
     Files of this folder, and those of data in memory, are shown without their folders.
     """
     of_step = what.startswith("step")
     if documents is None:
-        found = [{**one._asdict(), "place": run.order.sources[one.source].place(one.row)} for one in find(*key)]
+        found = [{**one._asdict(), "place": run.order.sources[one.source].place(one.row)} for one in find()]
         shown = found
         names = ["step", "epoch", "rank", "position"]
         if of_step:
@@ -200,17 +200,6 @@ def _rows(
             common.say(note)
 
     return Answer(found, show)
-
-
-def _overlap(first: Run, second: Run) -> Answer:
-    from midepoch._internal.progress import shown
-
-    with shown("comparing", "rows") as report:
-        overlap = first.overlap(second, report)
-    numbers = {str(first.folder): overlap.first, str(second.folder): overlap.second, "both": overlap.both}
-    rows = ({"run": name, "rows": number} for name, number in numbers.items())
-    title = "rows of the files that were seen at least once"
-    return Answer(overlap._asdict(), lambda: common.print_table(rows, title=title))
 
 
 Checkpoints = Annotated[

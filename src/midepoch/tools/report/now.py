@@ -143,7 +143,7 @@ def sources(run: Run, one: Generation, steps: int) -> list[dict[str, Any]]:
     about, mix = _description(order), one.first.header.mix
     current = None if mix is None else mix.weights_at(run.reached(one, steps))
     weights = [weight for _, weight in _leaves(about if current is None else {**about, "weights": current})]
-    consumed = _consumed(run, order, one, steps)
+    consumed = _consumed(order, one, steps)
     total = sum(consumed)
     return [
         {
@@ -165,7 +165,7 @@ def progress(run: Run, one: Generation, steps: int) -> float | None:
         outputs = one.first.header.mix.schedule.plan[-1].outputs
         return min(1.0, run.reached(one, steps) / outputs) if outputs else None
     order = run.order_of(one)
-    counts = iter(zip(_consumed(run, order, one, steps), (source.rows for source in order.sources), strict=True))
+    counts = iter(zip(_consumed(order, one, steps), (source.rows for source in order.sources), strict=True))
     return _progress(_description(order), counts)
 
 
@@ -190,10 +190,8 @@ def _description(order: KnownOrder) -> dict[str, Any]:
     return found
 
 
-def _consumed(run: Run, order: KnownOrder, one: Generation, steps: int) -> list[int]:
-    """Return by source the rows consumed in the epoch, over all lanes."""
-    if not one.lanes:
-        return [run.reached(one, steps)]
+def _consumed(order: KnownOrder, one: Generation, steps: int) -> list[int]:
+    """Return by source the rows consumed in the epoch, over all lanes of a pass that has some."""
     rows = [source.rows for source in order.sources]
     sums = [0] * len(rows)
     for place in _places(order, one, steps):
