@@ -33,7 +33,7 @@ from midepoch.pipeline.plans import Plan
 from midepoch.pipeline.reach import start
 from midepoch.pipeline.spec import PipelineSpec
 from midepoch.sources.lengths import lengths_of
-from midepoch.state.format import parse
+from midepoch.state.format import Saved, parse
 from midepoch.state.saved import load_global, one_of
 from midepoch.tools.describe import KnownState, block_bytes, of_dataset, of_index
 
@@ -112,21 +112,28 @@ def plan_resume(
     options = Options(1 if by_tokens else integer(batch_size, "plan(batch_size=…)", 1), last_batch=last_batch)
     steps = integer(steps, "plan(steps=…)")
     try:
-        if saved is not None and saved.in_lanes:
+        if saved is not None and dataset is None and (saved.in_lanes or by_tokens):
+            return _without_dataset(state, saved, options, size)
+        if saved is not None and dataset is not None and saved.in_lanes:
             return _plan_lanes(state, dataset, options, size, machines)
-        if by_tokens and dataset is None:
-            saved = parse(one_of(state, Shard()))
-            note = (
-                "steps of batches by max_tokens depend on the lengths of rows. Pass the loader or dataset to see them."
-            )
-            at = (saved["epoch"], saved.rows_before, saved["rows"])
-            return ResumePlan(True, None, "nothing", *at, notes=(note,))
         if by_tokens and dataset is not None:
             options = replace(options, planning=_planning(state, dataset))
         known = of_dataset(state, dataset, options.planning) if dataset is not None else of_index(state, index_dir)
         return _plan_steps(known, options, size, steps, machines)
     except (StateError, WorldError, ValueError) as problem:
         return ResumePlan(False, str(problem), "dataset" if dataset is not None else "nothing")
+
+
+def _without_dataset(state: Any, saved: Saved, options: Options, ranks: int) -> ResumePlan:
+    """Plan the resume of what cannot be computed from the state alone."""
+    if saved.in_lanes:
+        note = "its pipeline was not checked: what is left of its sources is known with the dataset only (--dataset)."
+        size, lanes = options.batch_size * ranks, _lanes_of_ranks(saved["lanes"], ranks)
+        at = (saved["epoch"], saved["position"])
+        return ResumePlan(True, None, "nothing", *at, global_batch=size, lanes=lanes, notes=(note,))
+    saved = parse(one_of(state, Shard()))
+    note = "steps of batches by max_tokens depend on the lengths of rows. Pass the loader or dataset to see them."
+    return ResumePlan(True, None, "nothing", saved["epoch"], saved.rows_before, saved["rows"], notes=(note,))
 
 
 def _planning(state: Any, dataset: Dataset | Loader) -> Planning:
@@ -199,16 +206,9 @@ def _plan_steps(known: KnownState, options: Options, ranks: int, steps: int, mac
     )
 
 
-def _plan_lanes(
-    state: Any, dataset: Dataset | Loader | None, options: Options, ranks: int, machines: int
-) -> ResumePlan:
+def _plan_lanes(state: Any, dataset: Dataset | Loader, options: Options, ranks: int, machines: int) -> ResumePlan:
     """Plan the resume of a pipeline that changes the number of rows, by what is left of its lanes."""
     size, notes = options.batch_size * ranks, []
-    if dataset is None:
-        saved = parse(state[0] if isinstance(state, (list, tuple)) else state)
-        note = "its pipeline was not checked: what is left of its sources is known with the dataset only (--dataset)."
-        lanes, at = _lanes_of_ranks(saved["lanes"], ranks), (saved["epoch"], saved["position"])
-        return ResumePlan(True, None, "nothing", *at, global_batch=size, lanes=lanes, notes=(note,))
     resumed = load_global(state, dataset.pipeline)
     spec, cursor = resumed.spec, resumed.cursor
     if cursor.lanes_ended:

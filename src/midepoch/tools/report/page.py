@@ -306,10 +306,21 @@ def quality(
 
     ``labels``: the classes of rows, if known.
     """
-    seed = order.shuffle.seed if order.shuffle is not None else 0
-    true = replace(order, shuffle=Shuffle(seed, "rows"), lanes=1)
+    shuffle, rows = order.shuffle, len(order)
+    seed = shuffle.seed if shuffle is not None else 0
     of_row, name = _classes(order, layout, labels)
-    shuffle = order.shuffle
+
+    def judged(one: Order) -> dict[str, Any]:
+        of_epoch = one.at(epoch, layout)
+        positions = _evenly(rows - 1, min(rows, _PICTURE))
+        # Counts by cell: position from left to right, row of the data from top to bottom.
+        x, y = positions * _CELLS // rows, of_epoch.chosen(positions) * _CELLS // rows
+        return {
+            "picture": np.bincount(y * _CELLS + x, minlength=_CELLS * _CELLS).tolist(),
+            "serial": _serial(of_epoch, rows),
+            "imbalance": _imbalance(of_epoch, rows, batch, of_row),
+        }
+
     return {
         "scope": shuffle.scope if shuffle else "none",
         "window": shuffle.window if isinstance(shuffle, Shuffle) and shuffle.scope == "window" else None,
@@ -319,26 +330,16 @@ def quality(
         "batch": batch,
         "classes": name,
         "cells": _CELLS,
-        "mine": _judged(order.at(epoch, layout), len(order), batch, of_row),
-        "true": _judged(true.at(epoch, layout), len(order), batch, of_row),
-        "noise": 2 / float(np.sqrt(max(1, min(len(order), _RUNS * _RUN)))),
-        "spans": None if len(order) <= _RUN else [min(_RUNS, len(order) - _RUN + 1), _RUN],
+        "mine": judged(order),
+        "true": judged(replace(order, shuffle=Shuffle(seed, "rows"), lanes=1)),
+        "noise": 2 / float(np.sqrt(max(1, min(rows, _RUNS * _RUN)))),
+        "spans": None if rows <= _RUN else [min(_RUNS, rows - _RUN + 1), _RUN],
     }
 
 
-def _judged(order: EpochOrder, rows: int, batch: int, of_row: Callable[[Int64Array], Int64Array]) -> dict[str, Any]:
-    return {
-        "picture": _picture(order, rows),
-        "serial": _serial(order, rows),
-        "imbalance": _imbalance(order, rows, batch, of_row),
-    }
-
-
-def _picture(order: EpochOrder, rows: int) -> list[int]:
-    """Return counts by cell: position from left to right, row of the data from top to bottom."""
-    positions = np.unique(np.linspace(0, rows - 1, min(rows, _PICTURE)).astype(np.int64))
-    x, y = positions * _CELLS // rows, order.chosen(positions) * _CELLS // rows
-    return [int(count) for count in np.bincount(y * _CELLS + x, minlength=_CELLS * _CELLS)]
+def _evenly(last: int, count: int) -> Int64Array:
+    """Return numbers from 0 to the last one, spread evenly, without repetition."""
+    return np.unique(np.linspace(0, last, count).astype(np.int64))
 
 
 def _serial(order: EpochOrder, rows: int) -> list[list[float]]:
@@ -348,7 +349,7 @@ def _serial(order: EpochOrder, rows: int) -> list[list[float]]:
     means that the rows are unrelated.
     """
     length = min(rows, _RUN)
-    starts = np.unique(np.linspace(0, rows - length, _RUNS).astype(np.int64))
+    starts = _evenly(rows - length, _RUNS)
     runs = [order.chosen(np.arange(start, start + length)).astype(np.float64) for start in starts]
     correlations = []
     for lag in _LAGS:
@@ -367,7 +368,7 @@ def _imbalance(order: EpochOrder, rows: int, batch: int, of_row: Callable[[Int64
     """Return the difference between the classes of some batches and of the data: 0 is equal, 1 nothing in common."""
     batch = max(1, min(batch, rows))
     whole = max(1, rows // batch)
-    starts = np.unique(np.linspace(0, whole - 1, min(whole, _BATCHES)).astype(np.int64)) * batch
+    starts = _evenly(whole - 1, min(whole, _BATCHES)) * batch
     positions = (starts[:, None] + np.arange(batch)).ravel()
     classes = of_row(order.chosen(positions)).reshape(len(starts), batch)
     # Drawn, not every n-th: labels may alternate.
@@ -385,17 +386,9 @@ def _classes(
     """Return a function from row numbers (of the dataset) to classes from 0 on, and the names of the classes."""
     if labels is not None:
         known: dict[Any, int] = {}
-
-        def by_label(rows: Int64Array) -> Int64Array:
-            return np.array([known.setdefault(value, len(known)) for value in labels(rows)], dtype=np.int64)
-
-        return by_label, "label"
+        return lambda rows: np.array([known.setdefault(one, len(known)) for one in labels(rows)], np.int64), "label"
     if len(layout.file_starts) > 2:
-        files = layout.file_starts
-
-        def by_file(rows: Int64Array) -> Int64Array:
-            return files.searchsorted(order.selection.source_rows(rows), side="right") - 1
-
-        return by_file, "file"
+        source_rows, files = order.selection.source_rows, layout.file_starts
+        return lambda rows: files.searchsorted(source_rows(rows), side="right") - 1, "file"
     total = len(order)
     return lambda rows: rows * _TENTHS // max(1, total), "tenth of the data"

@@ -39,8 +39,7 @@ class Watch:
         self._lock, self._serving = threading.Lock(), threading.Lock()
         self._closed = False
         self._found: tuple[float, bytes] | None = None
-        self._local = is_own(host)
-        self.token = token or (None if self._local else secrets.token_urlsafe(24))
+        self.token = token or (None if is_own(host) else secrets.token_urlsafe(24))
 
         class Server(ThreadingHTTPServer):
             address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
