@@ -139,7 +139,7 @@ class Answer(NamedTuple):
     """The result of a command: JSON-able, and a function that prints it. ``bad``: it is a problem (exit status 1)."""
 
     value: Any
-    show: Callable[[], Any]
+    show: Callable[[], None]
     bad: bool = False
 
 

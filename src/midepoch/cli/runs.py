@@ -75,7 +75,7 @@ def audit(
         runs = [read_run(run, stream)] if stream is not None else read_runs(run)
         exact = all(one.exact for one in runs)
         found = {"exact": exact, "loaders": list(map(proof_of, runs))}
-        return Answer(found, lambda: [_show_proof(one, len(runs) > 1) for one in runs], not exact)
+        return Answer(found, lambda: _show_proofs(runs), not exact)
     ledger = read_run(run, stream)
     if against is not None:
         with shown("comparing", "rows") as report:
@@ -103,6 +103,11 @@ def audit(
             f"number in the mix, from 0: --row {number} --source 0."
         )
     return _rows(ledger, documents, lambda: ledger.steps_of_row(int(number), chosen), f"row {row}")
+
+
+def _show_proofs(runs: list[Run]) -> None:
+    for run in runs:
+        _show_proof(run, len(runs) > 1)
 
 
 def _show_proof(run: Run, several: bool) -> None:

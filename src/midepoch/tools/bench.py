@@ -68,13 +68,13 @@ def _consume(loader: Any, seconds: float) -> None:
     """Take batches for a while after the first one, over several epochs if they are short."""
     until = math.inf
     while True:
-        batches = 0
-        for batches, _ in enumerate(loader, 1):
-            now = time.perf_counter()
+        is_empty = True
+        for _ in loader:
+            is_empty, now = False, time.perf_counter()
             if now >= until:
                 return
             until = min(until, now + seconds)
-        if not batches or time.perf_counter() >= until:
+        if is_empty or time.perf_counter() >= until:
             return
 
 

@@ -113,12 +113,12 @@ def _simulated(
             rate = np.array(shares(active)) / float(np.array(shares(active)) @ np.array(means))
             most, number = None if math.isinf(length) else int(length), draw_number(segment, events)
             turns = None if seed is None else Turns(active, most, seed, 0, lane.index, number)
-            ends = [  # the amount before the first draw for which a source has no rows left
-                (rows / float(rate[source]) if turns is None else draw_of(turns, source, int(rows)), source)
-                for source, rows in left.items()
-                if active[source]
-            ]
-            amount, used_up = min((end for end in ends if end[0] is not None and end[0] < length), default=(length, -1))
+            ends = []  # amounts before the first draw for which a source has no rows left
+            for source in (one for one in left if active[one]):
+                end = left[source] / rate[source] if turns is None else draw_of(turns, source, int(left[source]))
+                if end is not None and end < length:
+                    ends.append((float(end), source))
+            amount, used_up = min(ends, default=(length, -1))
             if math.isinf(amount):
                 run.rows[phase, np.array(active) > 0] = np.inf
                 run.endless = shares(active)
@@ -295,9 +295,9 @@ def plan_schedule(
     caps = []
     for event in run.events:
         name, phase = names[event.source], schedule.plan[event.phase].name
-        others = {other: share for other, share in zip(names, event.shares, strict=True) if share}
+        rest = {other: share for other, share in zip(names, event.shares, strict=True) if share}
         step = _step(schedule, event.position)
-        caps.append(Cap(name, schedule.max_passes[name], phase, event.position, step, others))
+        caps.append(Cap(name, schedule.max_passes[name], phase, event.position, step, rest))
     problem = _end(schedule, run, notes)
     return SchedulePlan(
         unit=schedule.unit,
