@@ -14,7 +14,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from midepoch import __version__
-from midepoch.cli.common import explained
+from midepoch.cli.common import command
 from midepoch.cli.info import info, peek
 from midepoch.cli.inspect import diff, inspect, verify
 from midepoch.cli.machine import bench, demo, doctor, index
@@ -112,7 +112,7 @@ app = typer.Typer(
 )
 for _functions in COMMANDS.values():
     for _function in _functions:
-        app.command(cls=_Command)(explained(_function))
+        app.command(cls=_Command)(command(_function))
 
 
 def _version(asked: bool) -> None:

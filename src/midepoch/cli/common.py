@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import json
 import os
 import re
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, NamedTuple
 
 import typer
 from rich.console import Console, ConsoleDimensions
@@ -18,9 +19,6 @@ from rich.text import Text
 from midepoch._internal.values import to_jsonable
 from midepoch.errors import MidepochError
 from midepoch.storage.address import redacted
-
-F = TypeVar("F", bound=Callable[..., Any])
-
 
 _LEAST = 12
 """Minimum characters of a text column. A table that would have less is printed as a list of its rows."""
@@ -120,6 +118,12 @@ def _width(cell: Text) -> int:
     return max(int(line.cell_len) for line in cell.split("\n", allow_blank=True))
 
 
+def short(value: Any, most: int) -> str:
+    """Return a value as text, cut if it is longer than some characters."""
+    text = str(value)
+    return text if len(text) <= most else f"{text[:most]}… ({len(text):,} characters)"
+
+
 def printable(text: str) -> str:
     """Escape control characters of the terminal.
 
@@ -131,16 +135,30 @@ def printable(text: str) -> str:
     return "".join(one if one.isprintable() or one in "\n\t" else repr(one)[1:-1] for one in text)
 
 
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
+class Answer(NamedTuple):
+    """The result of a command: JSON-able, and a function that prints it. ``bad``: it is a problem (exit status 1)."""
+
+    value: Any
+    show: Callable[[], None]
+    bad: bool = False
 
 
-def explained(command: F) -> F:
-    """Print errors as a line instead of a traceback. ``MIDEPOCH_DEBUG=1`` shows the traceback."""
+def command(function: Callable[..., Answer | None]) -> Callable[..., None]:
+    """Return a function as typer takes it: one that returns an Answer has an option ``--json``.
 
-    @functools.wraps(command)
-    def run(*arguments: Any, **options: Any) -> Any:
+    Errors are printed as a line instead of a traceback. ``MIDEPOCH_DEBUG=1`` shows the traceback.
+    """
+
+    @functools.wraps(function)
+    def run(*arguments: Any, as_json: bool = False, **options: Any) -> None:
         try:
-            return command(*arguments, **options)
+            answer = function(*arguments, **options)
+            if answer is None:
+                return
+            if as_json:
+                sys.stdout.write(json.dumps(to_jsonable(answer.value), indent=2) + "\n")
+            else:
+                answer.show()
         except (typer.Exit, typer.Abort):
             raise
         except Exception as problem:
@@ -150,12 +168,18 @@ def explained(command: F) -> F:
             text = redacted(message or f"{type(problem).__name__}: {problem}")
             sys.stderr.write(f"midepoch: {printable(text)}\n")
             raise typer.Exit(2) from None
+        if answer.bad:
+            raise typer.Exit(1)
 
-    return run  # type: ignore[return-value]
+    signature = inspect.signature(function, eval_str=True)
+    if signature.return_annotation is Answer:
+        as_json = inspect.Parameter("as_json", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=_AS_JSON)
+        signature = signature.replace(parameters=[*signature.parameters.values(), as_json])
+    run.__signature__ = signature  # type: ignore[attr-defined]
+    return run
 
 
-def print_json(value: Any) -> None:
-    sys.stdout.write(json.dumps(to_jsonable(value), indent=2) + "\n")
+_AS_JSON = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
 
 
 def counted(number: int, noun: str) -> str:

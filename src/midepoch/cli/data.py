@@ -8,7 +8,7 @@ import os
 import re
 import runpy
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -66,39 +66,35 @@ def open_data(
     from midepoch.open import from_files, load_dataset, load_from_disk
 
     given = {"storage_options": _pairs(storage) or None, **options}
-    if format is not None and format.lower().partition(":")[0] in _READERS:
-        _check_part(split)
-        ds = _tables_or_tokens(data, format, given)
-        return ds if split is None else _part(ds, split)
+    name, colon, value = (format or "").partition(":")
+    if name.lower() in _READERS:
+        part = _part_of_files(split)
+        return part(_tables_or_tokens(data, str(format), given))
     refuse_function(*data)
-    name, colon, delimiter = (format or "").partition(":")
-    if colon and name.lower() == "csv":
-        given["delimiter"] = delimiter
     path = Path(data[0]).expanduser()
-    if len(data) == 1 and any((path / name).is_file() for name in ("state.json", "dataset_dict.json")):
+    if len(data) == 1 and any((path / file).is_file() for file in ("state.json", "dataset_dict.json")):
         try:
             return load_from_disk(path, split, **options)
         except ValueError as problem:
-            if "split=…" not in str(problem):
-                raise
-            raise ValueError(str(problem).replace("split=…", "--split")) from None
+            raise ValueError(str(problem).replace("split=…", "--split")) from problem
     if len(data) == 1 and not is_path(data[0]):
         if split is None:
             raise ValueError(
                 f"there is no file or folder {data[0]}. For a Hugging Face dataset of that name pass --split."
             )
         return load_dataset(data[0], config, split=split, **options)
-    _check_part(split)
+    part = _part_of_files(split)
+    has_delimiter = bool(colon) and name.lower() == "csv"
+    if has_delimiter:
+        given["delimiter"] = value
     try:
-        ds = from_files(
-            data[0] if len(data) == 1 else list(data), format=name if "delimiter" in given else format, **given
-        )
+        paths = data[0] if len(data) == 1 else list(data)
+        return part(from_files(paths, format=name if has_delimiter else format, **given))
     except (DataNotFoundError, FormatError) as problem:
         if (call := re.search(rf"midepoch\.from_({'|'.join(_READERS)})\(", str(problem))) is None:
             raise
         option = f"{call[1]}:DTYPE:LENGTH" if call[1] == "tokens" else call[1]
         raise type(problem)(f"{problem} On the command line, pass --format {option}.") from None
-    return ds if split is None else _part(ds, split)
 
 
 def shuffled(ds: Dataset, seed: int | None, scope: str | None, window: int | None) -> Dataset:
@@ -112,20 +108,16 @@ def _tables_or_tokens(data: Sequence[str], format: str, options: dict[str, Any])
     import midepoch
 
     name, *values = format.lower().split(":")
-    reader = getattr(midepoch, f"from_{name}")
+    first: Any = list(data) if name in ("tokens", "megatron") else data[0]
     if name == "tokens":
         if not 1 <= len(values) <= 2 or not values[-1].isdecimal():
             raise ValueError(f"--format takes tokens:LENGTH or tokens:DTYPE:LENGTH, got {format!r}")
-        ds = reader(list(data), int(values[-1]), dtype=values[0] if len(values) == 2 else None, **options)
+        options |= {"sequence_length": int(values[-1]), "dtype": values[0] if len(values) == 2 else None}
     elif values:
         raise ValueError(f"--format {name} takes no value, got {format!r}")
-    elif name == "megatron":
-        ds = reader(list(data), **options)
-    elif len(data) > 1:
+    elif len(data) > 1 and name != "megatron":
         raise ValueError(f"--format {name} takes one table, got {len(data)} paths")
-    else:
-        ds = reader(data[0], **options)
-    opened: Dataset = ds
+    opened: Dataset = getattr(midepoch, f"from_{name}")(first, **options)
     return opened
 
 
@@ -135,21 +127,21 @@ def is_path(text: str) -> bool:
     return looks or os.path.exists(text) or text.count("/") > 1 or bool(Path(text).suffix)
 
 
-def _check_part(split: str | None) -> None:
-    if split is not None and ("[" not in split or not split.endswith("]")):
+def _part_of_files(split: str | None) -> Callable[[Dataset], Dataset]:
+    """Return a function that chooses the part of files that ``--split`` names."""
+    from midepoch.sources.splits import parse_split
+
+    if split is None:
+        return lambda ds: ds
+    if "[" not in split or not split.endswith("]"):
         raise ValueError(
             f"files have no splits: --split can only choose a part, such as 'train[:10%]', got {split!r}. For a folder "
             f"of that name, add it to the path: DATA/{split}."
         )
-
-
-def _part(ds: Dataset, split: str) -> Dataset:
-    from midepoch.sources.splits import parse_split
-
-    parts = parse_split(split)
-    if len(parts) != 1:
+    part, *more = parse_split(split)
+    if more:
         raise ValueError(f"--split takes one part of files, got {split!r}")
-    return ds.slice(*parts[0].rows(len(ds)))
+    return lambda ds: ds.slice(*part.rows(len(ds)))
 
 
 def _pairs(given: Sequence[str] | None) -> dict[str, Any]:
@@ -176,27 +168,22 @@ def made_by(name: str) -> Dataset | Loader:
     module, _, function = name.rpartition(":")
     if not module or not function:
         raise ValueError(f"--dataset takes package.module:function or file.py:function, got {name!r}")
-    if module.endswith(".py"):
-        if not os.path.isfile(module):
-            raise DataNotFoundError(f"there is no file {module}. Check the path.")
-        sys.path.insert(0, str(Path(module).resolve().parent))
-        try:
-            known = runpy.run_path(module, run_name="midepoch_cli")
-            factory = known.get(function)
-        except ModuleNotFoundError as problem:
+    is_file = module.endswith(".py")
+    if is_file and not os.path.isfile(module):
+        raise DataNotFoundError(f"there is no file {module}. Check the path.")
+    sys.path.insert(0, str(Path(module).resolve().parent) if is_file else os.getcwd())
+    try:
+        known = runpy.run_path(module, run_name="midepoch_cli") if is_file else vars(importlib.import_module(module))
+    except ModuleNotFoundError as problem:
+        if is_file:
             raise ValueError(f"{module} imports {problem.name}, which is not installed here. Install it.") from None
-    else:
-        sys.path.insert(0, os.getcwd())
-        try:
-            known = vars(importlib.import_module(module))
-            factory = known.get(function)
-        except ModuleNotFoundError as problem:
-            if problem.name is None or not f"{module}.".startswith(f"{problem.name}."):
-                raise  # one that the module imports
-            raise ValueError(
-                f"there is no module {problem.name!r} for --dataset {name}. Use the path of a file, such as "
-                "train.py:make_dataset."
-            ) from None
+        if problem.name is None or not f"{module}.".startswith(f"{problem.name}."):
+            raise  # one that the module imports
+        raise ValueError(
+            f"there is no module {problem.name!r} for --dataset {name}. Use the path of a file, such as "
+            "train.py:make_dataset."
+        ) from None
+    factory = known.get(function)
     if isinstance(factory, (Dataset, Loader)):
         kind = type(factory).__name__.lower()
         raise ValueError(f"{function!r} in {module} is a {kind}. Name a function without arguments that returns it.")

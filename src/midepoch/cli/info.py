@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from midepoch.cli import common
+from midepoch.cli.common import Answer
 from midepoch.cli.data import Columns, Config, Data, Format, Scope, Split, Storage, Window, open_data, shuffled
 from midepoch.errors import ColumnError
 
@@ -24,13 +25,8 @@ _FILES = 20
 
 
 def info(
-    data: Data,
-    split: Split = None,
-    config: Config = None,
-    storage: Storage = None,
-    format: Format = None,
-    as_json: common.AsJson = False,
-) -> None:
+    data: Data, split: Split = None, config: Config = None, storage: Storage = None, format: Format = None
+) -> Answer:
     """Show files, blocks, rows, bytes, columns, and the distribution of rows.
 
     midepoch info 'data/*.parquet'
@@ -39,30 +35,22 @@ def info(
 
     midepoch info HuggingFaceFW/fineweb-edu --config sample-10BT --split train
     """
-    ds = open_data(data, split, config, storage, format)
-    about = _described(ds)
-    if as_json:
-        common.print_json(about)
-    else:
-        _show(about, ds.pipeline.files_text)
-
-
-def _described(ds: Dataset) -> dict[str, Any]:
-    """Return a summary of a dataset, JSON-able."""
     import numpy as np
 
     from midepoch.tools.contents import feature_text
 
+    ds = open_data(data, split, config, storage, format)
     source = ds.pipeline.source
-    blocks = np.diff(source.layout.block_starts)
-    files = [
-        {"path": source.name(file), "rows": file.rows, "blocks": file.blocks, "bytes": file.size}
-        for file in source.files
-    ]
-    return {
+    blocks, rows_of_files = np.diff(source.layout.block_starts), np.asarray(source.files.rows)
+    balance: dict[str, Any] = {}
+    for name, sizes in (("rows_per_file", rows_of_files), ("rows_per_block", blocks)):
+        counts = sizes if len(sizes) else np.zeros(1)
+        spread = {"least": counts.min(), "median": np.median(counts), "most": counts.max()}
+        balance[name] = {key: float(count) for key, count in spread.items()}
+    about: dict[str, Any] = {
         "rows": len(ds),
         "rows_in_files": source.rows,
-        "files": len(files),
+        "files": len(source.files),
         "blocks": len(blocks),
         "bytes": sum(file.size for file in source.files),
         "bytes_per_row": source.bytes_per_row,
@@ -77,48 +65,40 @@ def _described(ds: Dataset) -> dict[str, Any]:
             }
             for field, name in zip(ds.schema, ds.pipeline.base.head.values(), strict=True)
         ],
-        "balance": {
-            "rows_per_file": _spread([file.rows for file in source.files]),
-            "rows_per_block": _spread(blocks),
-            "largest_file_share": max((file.rows for file in source.files), default=0) / max(1, source.rows),
-        },
+        "balance": {**balance, "largest_file_share": balance["rows_per_file"]["most"] / max(1, source.rows)},
         "default_window": source.window,
-        "list": files,
+        "list": [
+            {"path": source.name(file), "rows": file.rows, "blocks": file.blocks, "bytes": file.size}
+            for file in source.files
+        ],
     }
 
+    def show() -> None:
+        chosen = "" if len(ds) == source.rows else f" of {source.rows:,} in the files"
+        common.say(
+            (common.counted(len(ds), "row"), "bold"),
+            f"{chosen} in {ds.pipeline.files_text}, {common.counted(len(blocks), 'block')}, "
+            f"{common.bytes_text(about['bytes'])}; "
+            f"about {common.bytes_text(source.bytes_per_row)} a row in memory; {about['read']}",
+        )
+        common.say(f"fingerprint {source.fingerprint}")
+        columns = (
+            {"column": one["name"], "type": one["feature"] or one["type"], "nulls": "yes" if one["nulls"] else ""}
+            for one in about["columns"]
+        )
+        common.print_table(columns, title="columns")
+        spreads = (
+            {"": name.replace("_", " "), **{key: round(size) for key, size in spread.items()}}
+            for name, spread in balance.items()
+        )
+        common.print_table(spreads, title="balance")
+        files = ({**file, "bytes": common.bytes_text(file["bytes"])} for file in about["list"])
+        common.print_table(files, title="files", right=["bytes"], most=_FILES)
 
-def _spread(sizes: Any) -> dict[str, float]:
-    import numpy as np
-
-    counts = np.asarray(sizes if len(sizes) else [0], dtype=np.float64)
-    return {"least": float(counts.min()), "median": float(np.median(counts)), "most": float(counts.max())}
-
-
-def _show(about: dict[str, Any], files_text: str) -> None:
-    counted = common.counted
-    chosen = "" if about["rows"] == about["rows_in_files"] else f" of {about['rows_in_files']:,} in the files"
-    common.say(
-        (counted(about["rows"], "row"), "bold"),
-        f"{chosen} in {files_text}, {counted(about['blocks'], 'block')}, "
-        f"{common.bytes_text(about['bytes'])}; "
-        f"about {common.bytes_text(about['bytes_per_row'])} a row in memory; {about['read']}",
-    )
-    common.say(f"fingerprint {about['fingerprint']}")
-    columns = (
-        {"column": one["name"], "type": one["feature"] or one["type"], "nulls": "yes" if one["nulls"] else ""}
-        for one in about["columns"]
-    )
-    common.print_table(columns, title="columns")
-    balance = (
-        {"": name.replace("_", " "), **{key: round(size) for key, size in about["balance"][name].items()}}
-        for name in ("rows_per_file", "rows_per_block")
-    )
-    common.print_table(balance, title="balance")
-    files = ({**file, "bytes": common.bytes_text(file["bytes"])} for file in about["list"])
-    common.print_table(files, title="files", right=["bytes"], most=_FILES)
+    return Answer(about, show)
 
 
-_TEXT = 60
+_TEXT = 240
 
 
 def peek(
@@ -141,8 +121,7 @@ def peek(
     epoch: Annotated[int, typer.Option(min=0, help="The epoch of the order.")] = 0,
     storage: Storage = None,
     format: Format = None,
-    as_json: common.AsJson = False,
-) -> None:
+) -> Answer:
     """Show rows at a position, as a training run would get them, and their files.
 
     midepoch peek 'data/*.parquet' --position 1000000 -n 3
@@ -180,11 +159,8 @@ def peek(
     ds = shuffled(ds, shuffle, scope, window)
     if epoch:
         ds.set_epoch(epoch)
-    if found == [] and not as_json:
-        common.say(f"no row of {len(ds):,} has {where}")
-        raise typer.Exit(1)
     positions = np.arange(position, min(position + count, len(ds))) if found is None else np.array(found, np.int64)
-    if (last := max([position, *(found or ())])) >= len(ds):
+    if found != [] and (last := max([position, *(found or ())])) >= len(ds):
         raise ValueError(f"there is no {'row' if row else 'position'} {last:,}: there are {len(ds):,} rows")
     pipeline = ds.pipeline.leaf
     rows = pipeline.order.at(epoch, pipeline.source.layout).chosen(positions)
@@ -192,27 +168,38 @@ def peek(
     values = ds.with_format("arrow")[positions].to_pylist()
     features = {name: pipeline.source.features.get(pipeline.head.get(name, "")) for name in ds.column_names}
     types = {field.name: feature_text(features.get(field.name)) or str(field.type) for field in ds.schema}
-    records = []
+    records, media_of = [], []
     for at, number, place, row_values in zip(positions, rows, places, values, strict=True):
-        described = {name: describe_media(value, features.get(name)) for name, value in row_values.items()}
-        media = {name: one for name, one in described.items() if one is not None}
-        named = {name: label_names(value, features.get(name)) for name, value in row_values.items()}
-        labels = {name: names for name, names in named.items() if names is not None}
+        given = [(name, value, features.get(name)) for name, value in row_values.items()]
+        media = {name: one for name, value, feature in given if (one := describe_media(value, feature)) is not None}
+        labels = {name: names for name, value, of in given if (names := label_names(value, of)) is not None}
+        about = {"position": int(at), "row": int(number), "place": place, "values": row_values}
         details = {name: {"kind": one.kind, **one.details} for name, one in media.items()}
-        about = {"position": int(at), "row": int(number), "place": place}
-        records.append({**about, "values": row_values, "media": details, "labels": labels})
-        if not as_json:
-            texts = {name: _text(value, media.get(name), labels.get(name)) for name, value in row_values.items()}
+        records.append({**about, "media": details, "labels": labels})
+        media_of.append(media)
+
+    def show() -> None:
+        if not records:
+            common.say(f"no row of {len(ds):,} has {where}")
+            raise typer.Exit(1)
+        for record, media in zip(records, media_of, strict=True):
             lines = (
-                {"name": name, "value": text, "type": (types.get(name, ""), "dim")} for name, text in texts.items()
+                {
+                    "name": name,
+                    "value": _text(value, media.get(name), record["labels"].get(name)),
+                    "type": (types.get(name, ""), "dim"),
+                }
+                for name, value in record["values"].items()
             )
-            common.print_table(lines, title=f"position {at:,}: {place}", header=False)
-    if as_json:
-        common.print_json(records)
+            common.print_table(lines, title=f"position {record['position']:,}: {record['place']}", header=False)
+
+    return Answer(records, show)
 
 
-_TERM = re.compile(r"""\s*([\w.-]+)\s*(==|=|!=|<>|<=|>=|<|>)\s*('[^']*'|"[^"]*"|[^\s'"]+)\s*""")
-_NULL = re.compile(r"\s*([\w.-]+)\s+is\s+(not\s+)?null\s*", re.IGNORECASE)
+_TERM = re.compile(
+    r"""\s*([\w.-]+)(?:\s*(==|=|!=|<>|<=|>=|<|>)\s*('[^']*'|"[^"]*"|[^\s'"]+)|\s+is\s+(not\s+)?null)\s*""",
+    re.IGNORECASE,
+)
 _CHUNK = 65_536
 
 
@@ -249,20 +236,18 @@ def _condition(where: str, ds: Dataset) -> tuple[Any, list[str]]:
 
     terms, names = list[Any](), list[str]()
     for part in re.split(r"""\s+and\s+(?=(?:[^'"]|'[^']*'|"[^"]*")*$)""", where, flags=re.IGNORECASE):
-        null = _NULL.fullmatch(part)
-        if (term := null or _TERM.fullmatch(part)) is None:
+        if (term := _TERM.fullmatch(part)) is None:
             raise ValueError(
                 f'--where takes comparisons such as "id = \'a-1\' and score > 0.5", and "text is null", got {where!r}'
             )
-        name = term[1]
+        name, sign, text, negated = term.groups()
         path = (name,) if name in ds.column_names else tuple(name.split("."))
         if path[0] not in ds.column_names:
             raise ColumnError(f"--where: there is no column {path[0]!r}. There are: {', '.join(ds.column_names)}.")
         names.append(path[0])
-        if null is not None:
-            terms.append(pc.field(*path).is_valid() if null[2] else pc.field(*path).is_null())
+        if sign is None:
+            terms.append(pc.field(*path).is_valid() if negated else pc.field(*path).is_null())
             continue
-        sign, text = term[2], term[3]
         try:
             value = {"true": True, "false": False}.get(text.lower()) if text.isalpha() else ast.literal_eval(text)
             assert value is not None
@@ -292,5 +277,4 @@ def _short(value: Any) -> str:
         return "{" + ", ".join(f"{name}: {_short(part)}" for name, part in value.items()) + "}"
     if isinstance(value, bytes):
         return f"{len(value):,} bytes"
-    text = value if isinstance(value, str) else repr(value)
-    return text if len(text) <= 4 * _TEXT else f"{text[: 4 * _TEXT]}… ({len(text):,} characters)"
+    return common.short(value if isinstance(value, str) else repr(value), _TEXT)

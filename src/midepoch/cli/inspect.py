@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import time
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 import typer
 
 from midepoch.cli import common
+from midepoch.cli.common import Answer
 from midepoch.cli.data import Format, Made, Part, Step, Storage, data_given
 from midepoch.errors import CheckpointNotFoundError, StateError
 from midepoch.storage.address import Address
-
-if TYPE_CHECKING:
-    from midepoch.tools.describe import Difference
 
 _TEXT = 1000
 
@@ -37,8 +35,7 @@ def inspect(
     ] = None,
     world_size: Annotated[int, typer.Option(min=1, help="Number of ranks, to compute the steps left.")] = 1,
     last_batch: Annotated[str, typer.Option(help="drop, pad or uneven, as for the loader.")] = "uneven",
-    as_json: common.AsJson = False,
-) -> None:
+) -> Answer:
     """Describe a state or checkpoint: epoch, percent, next file and row, steps left.
 
     midepoch inspect state.json
@@ -52,14 +49,11 @@ def inspect(
 
     found, number, place = open_state(state, step, part)
     summary = describe(found, batch_size=batch_size, world_size=world_size, last_batch=last_batch)
-    if as_json:
-        common.print_json({"step": number, "place": Address(place).public, **asdict(summary), "share": summary.share})
-        return
-    shown = Address(place).public if number is None else f"{Address(place)}, step {number}"
-    lines = summary.lines()
-    if summary.sources:
-        lines["sources"] = "\n".join(summary.sources)
-    common.print_table([{"name": name, "text": text} for name, text in lines.items()], title=shown, header=False)
+    title = Address(place).public if number is None else f"{Address(place)}, step {number}"
+    lines = summary.lines() | ({"sources": "\n".join(summary.sources)} if summary.sources else {})
+    table = [{"name": name, "text": text} for name, text in lines.items()]
+    about = {"step": number, "place": Address(place).public, **asdict(summary), "share": summary.share}
+    return Answer(about, lambda: common.print_table(table, title=title, header=False))
 
 
 def diff(
@@ -72,8 +66,7 @@ def diff(
     part: Part = None,
     storage: Storage = None,
     format: Format = None,
-    as_json: common.AsJson = False,
-) -> None:
+) -> Answer:
     """Show the differences between two states, or a state and a dataset, and whether it would resume.
 
     Exits with 1 if it would be refused.
@@ -101,44 +94,34 @@ def diff(
             problem = None
         except StateError as refused:
             problem = str(refused)
-    if as_json:
-        differs = [each._asdict() for each in fields]
-        common.print_json({"resumes": problem is None, "problem": problem, "differs": differs})
-    else:
-        _show(fields, problem, second is None)
-    if problem is not None:
-        raise typer.Exit(1)
 
+    def show() -> None:
+        common.print_table(
+            {
+                "field": one.field,
+                "first": common.short(one.first, _TEXT),
+                "second": common.short(one.second, _TEXT),
+                "what it means": one.cause or "does not matter",
+            }
+            for one in fields
+        )
+        if problem is not None:
+            common.say(("would not resume", "red"), f": {problem}")
+        elif second is None:
+            common.say(("would resume", "green"))
+        else:
+            same = "the same data, order and pipeline" if fields else "the same position"
+            common.say((same, "green"), ": each can be loaded in place of the other")
 
-def _show(found: list[Difference], problem: str | None, against_data: bool) -> None:
-    common.print_table(
-        {
-            "field": one.field,
-            "first": _short(one.first),
-            "second": _short(one.second),
-            "what it means": one.cause or "does not matter",
-        }
-        for one in found
-    )
-    if problem is not None:
-        common.say(("would not resume", "red"), f": {problem}")
-    elif against_data:
-        common.say(("would resume", "green"))
-    else:
-        same = "the same position" if not found else "the same data, order and pipeline"
-        common.say((same, "green"), ": each can be loaded in place of the other")
-
-
-def _short(value: Any) -> str:
-    text = str(value)
-    return text if len(text) <= _TEXT else f"{text[:_TEXT]}… ({len(text):,} characters)"
+    differs = [each._asdict() for each in fields]
+    bad = problem is not None
+    return Answer({"resumes": not bad, "problem": problem, "differs": differs}, show, bad)
 
 
 def verify(
     checkpoints: Annotated[str, typer.Argument(help="A folder or address of checkpoints.", show_default=False)],
     step: Annotated[int | None, typer.Option(help="Only this step.")] = None,
-    as_json: common.AsJson = False,
-) -> None:
+) -> Answer:
     """Read every byte of a folder of checkpoints, and report damaged steps.
 
     Exits with 1 if one is damaged.
@@ -164,20 +147,19 @@ def verify(
         for number, one in enumerate(steps, 1):
             checked.append(step_health(saved, one, read=True))
             bar.update(number, len(steps))
-    if as_json:
-        common.print_json([asdict(each) for each in checked])
-    else:
-        rows = (
-            {
-                "step": str(each.step),
-                "saved": time.strftime("%Y-%m-%d %H:%M", time.localtime(each.time)) if each.time else "?",
-                "ranks": each.world_size or "?",
-                "parts": ", ".join(each.parts),
-                "size": "?" if each.bytes is None else common.bytes_text(each.bytes),
-                "": ("complete", "green") if each.problem is None else (each.problem, "red"),
-            }
-            for each in checked
-        )
-        common.print_table(rows, title=Address(checkpoints).public, right=("step", "ranks", "size"))
-    if any(each.problem is not None for each in checked):
-        raise typer.Exit(1)
+    rows = (
+        {
+            "step": str(each.step),
+            "saved": time.strftime("%Y-%m-%d %H:%M", time.localtime(each.time)) if each.time else "?",
+            "ranks": each.world_size or "?",
+            "parts": ", ".join(each.parts),
+            "size": "?" if each.bytes is None else common.bytes_text(each.bytes),
+            "": ("complete", "green") if each.problem is None else (each.problem, "red"),
+        }
+        for each in checked
+    )
+    return Answer(
+        list(map(asdict, checked)),
+        lambda: common.print_table(rows, title=Address(checkpoints).public, right=("step", "ranks", "size")),
+        any(each.problem is not None for each in checked),
+    )

@@ -5,20 +5,18 @@ from __future__ import annotations
 import time
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from midepoch.cli import common
+from midepoch.cli.common import Answer
 from midepoch.cli.data import DATA, Columns, Config, Data, Format, Made, Scope, Split, Storage, made_by, open_data
-
-if TYPE_CHECKING:
-    from midepoch.tools.bench import Limit, Trial
 
 _COLOURS = {"good": "green", "mind": "yellow", "bad": "red"}
 
 
-def doctor(as_json: common.AsJson = False) -> None:
+def doctor() -> Answer:
     """Check versions, limits on files and memory, caches, and settings that often go wrong.
 
     Exits with 1 if something will not work.
@@ -30,15 +28,12 @@ def doctor(as_json: common.AsJson = False) -> None:
     from midepoch.tools.doctor import examine
 
     findings = examine()
-    if as_json:
-        common.print_json([asdict(one) for one in findings])
-    else:
-        common.print_table(
-            {"": (one.verdict, _COLOURS[one.verdict]), "what": one.what, "found": one.found, "what to do": one.remedy}
-            for one in findings
-        )
-    if any(one.verdict == "bad" for one in findings):
-        raise typer.Exit(1)
+    rows = (
+        {"": (one.verdict, _COLOURS[one.verdict]), "what": one.what, "found": one.found, "what to do": one.remedy}
+        for one in findings
+    )
+    bad = any(one.verdict == "bad" for one in findings)
+    return Answer(list(map(asdict, findings)), lambda: common.print_table(rows), bad)
 
 
 def demo(
@@ -64,8 +59,7 @@ def index(
     index_dir: Annotated[str | None, typer.Option(help="Folder of the indexes. [default: $MIDEPOCH_CACHE]")] = None,
     storage: Storage = None,
     format: Format = None,
-    as_json: common.AsJson = False,
-) -> None:
+) -> Answer:
     """Create the index of some data, with progress, or check the existing one.
 
     Exits with 1 if it cannot be saved.
@@ -89,14 +83,10 @@ def index(
         "saved": source.index.path is not None,
         "seconds": round(time.monotonic() - began, 3),
     }
-    if as_json:
-        common.print_json(found)
-    else:
-        counts = ", ".join(common.counted(found[f"{noun}s"], noun) for noun in ("file", "block", "row"))
-        saved = "indexed in" if found["saved"] else "the index could not be saved in"
-        common.say(f"{counts}; {saved} {found['index_dir']} ({found['seconds']:.1f} s)")
-    if not found["saved"]:
-        raise typer.Exit(1)
+    counts = ", ".join(common.counted(found[f"{noun}s"], noun) for noun in ("file", "block", "row"))
+    saved = "indexed in" if found["saved"] else "the index could not be saved in"
+    text = f"{counts}; {saved} {found['index_dir']} ({found['seconds']:.1f} s)"
+    return Answer(found, lambda: common.say(text), not found["saved"])
 
 
 def bench(
@@ -114,8 +104,7 @@ def bench(
     dataset: Made = None,
     storage: Storage = None,
     format: Format = None,
-    as_json: common.AsJson = False,
-) -> None:
+) -> Answer:
     """Measure rows/s and GB/s by workers and batch size, beside the limit of the machine, and recommend a setting.
 
     midepoch bench 'data/*.parquet' --columns tokens
@@ -143,13 +132,32 @@ def bench(
         )
     limit = None if ds.pipeline.numbered is None else find_limit(ds, seconds)
     best, why = advise(trials)
-    if as_json:
-        rates = ("rows_per_second", "bytes_per_second")
-        measured = [{**asdict(one), **{name: getattr(one.stats, name) for name in rates}} for one in trials]
-        advice = {"num_workers": best.num_workers, "batch_size": best.batch_size, "why": why}
-        common.print_json({"trials": measured, "limit": limit and asdict(limit), "recommended": advice})
-    else:
-        _show(trials, limit, best, why)
+    rates = ("rows_per_second", "bytes_per_second")
+    measured = [{**asdict(one), **{name: getattr(one.stats, name) for name in rates}} for one in trials]
+    advice = {"num_workers": best.num_workers, "batch_size": best.batch_size, "why": why}
+    about = {"trials": measured, "limit": limit and asdict(limit), "recommended": advice}
+
+    def show() -> None:
+        rows = []
+        for one in trials:
+            row = {
+                "workers": one.num_workers,
+                "batch size": one.batch_size,
+                "rows/s": f"{one.stats.rows_per_second:,.0f}",
+                "GB/s": f"{one.stats.bytes_per_second / 1e9:,.3f}",
+                "first batch": f"{1000 * one.stats.first_batch:,.0f} ms",
+            }
+            if limit is not None:
+                row["of the limit"] = f"{one.stats.rows_per_second / max(limit.rows_per_second, 1e-9):.2f} ×"
+            rows.append({name: (cell, "bold green" if one is best else "") for name, cell in row.items()})
+        common.print_table(rows, right=list(rows[0]))
+        if limit is not None:
+            rates = f"{limit.rows_per_second:,.0f} rows/s, {limit.bytes_per_second / 1e9:,.3f} GB/s"
+            common.say(f"limit: {rates} ({limit.how})")
+        chosen = f"recommended: loader(batch_size={best.batch_size}, num_workers={best.num_workers})"
+        common.say((chosen, "bold"), f": {why}")
+
+    return Answer(about, show)
 
 
 def _numbers(text: str, name: str, least: int) -> list[int]:
@@ -160,25 +168,3 @@ def _numbers(text: str, name: str, least: int) -> list[int]:
     if not numbers or min(numbers) < least:
         raise ValueError(f"{name} takes integers of at least {least}, separated by commas, got {text!r}")
     return numbers
-
-
-def _show(trials: list[Trial], limit: Limit | None, best: Trial, why: str) -> None:
-    rows = []
-    for one in trials:
-        row = {
-            "workers": one.num_workers,
-            "batch size": one.batch_size,
-            "rows/s": f"{one.stats.rows_per_second:,.0f}",
-            "GB/s": f"{one.stats.bytes_per_second / 1e9:,.3f}",
-            "first batch": f"{1000 * one.stats.first_batch:,.0f} ms",
-        }
-        if limit is not None:
-            row["of the limit"] = f"{one.stats.rows_per_second / max(limit.rows_per_second, 1e-9):.2f} ×"
-        rows.append({name: (cell, "bold green" if one is best else "") for name, cell in row.items()})
-    common.print_table(rows, right=list(rows[0]))
-    if limit is not None:
-        common.say(
-            f"limit: {limit.rows_per_second:,.0f} rows/s, {limit.bytes_per_second / 1e9:,.3f} GB/s ({limit.how})"
-        )
-    chosen = f"recommended: loader(batch_size={best.batch_size}, num_workers={best.num_workers})"
-    common.say((chosen, "bold"), f": {why}")

@@ -10,49 +10,48 @@ import typer
 from rich.text import Text
 
 from midepoch.cli import common
+from midepoch.cli.common import Answer
 from midepoch.cli.data import Format, Made, Part, Step, Storage, data_given, is_path, open_data
 from midepoch.errors import DataNotFoundError
 from midepoch.storage.address import Address
 
 if TYPE_CHECKING:
-    from midepoch.dataset import Dataset
     from midepoch.tools.plan import ResumePlan
     from midepoch.tools.schedule import SchedulePlan
 
 
-def plan_file(
+def _of_schedule(
     path: str,
-    sources: Sequence[str] | None,
+    sources: list[str] | None,
     storage: list[str] | None,
-    as_json: bool,
-    column: Sequence[str] | None,
+    column: list[str] | None,
     tokenizer: str | None,
     **options: Any,
-) -> None:
-    """Print the consumption of the schedule in a file.
-
-    Exit with 1 if a phase cannot be filled, or ``max_passes`` cannot be checked.
-    """
+) -> Answer:
+    """Return the consumption of a schedule. It is bad if a phase or ``max_passes`` cannot be filled or checked."""
     from midepoch.order.schedule import Schedule
     from midepoch.tools.schedule import plan_schedule
 
     schedule = Schedule.load(path)
-    given_paths = _pairs(sources, "--source", "PATH")
-    paths: dict[str, str | list[str]] = {**schedule.sources, **given_paths}
     columns = column if column and "=" not in column[0] else None
-    by_name = {} if columns else _pairs(column, "--column", "COLUMN")
-    for option, given in (("--source", given_paths), ("--column", by_name)):
-        if unknown := [name for name in given if name not in schedule.names]:
-            raise ValueError(f"{option} {unknown[0]}: the sources of {path} are {', '.join(schedule.names)}.")
-    datasets = {name: _opened(name, given, storage) for name, given in paths.items() if name in schedule.names}
+    by_name = {} if columns else _pairs(column, "--column", "COLUMN", path, schedule.names)
+    given = _pairs(sources, "--source", "PATH", path, schedule.names)
+    datasets = {}
+    for name, paths in {**schedule.sources, **given}.items():
+        if name not in schedule.names:
+            continue
+        paths = [paths] if isinstance(paths, str) else paths
+        try:
+            if not is_path(paths[0]):
+                raise DataNotFoundError(f"there is no file {paths[0]}.")
+            datasets[name] = open_data(paths, storage=storage)
+        except DataNotFoundError as problem:
+            hint = f"Check the path in the schedule, or pass --source {name}=PATH."
+            raise type(problem)(f"source {name!r}: {problem} {hint}") from None
     model = None if tokenizer is None else _tokenizer(tokenizer)
     plan = plan_schedule(schedule, datasets, column=columns[0] if columns else by_name, tokenizer=model, **options)
-    if as_json:
-        common.print_json({"schedule": path, **asdict(plan)})
-    else:
-        _show_schedule(plan)
-    if plan.problem is not None or plan.unchecked:
-        raise typer.Exit(1)
+    bad = plan.problem is not None or bool(plan.unchecked)
+    return Answer({"schedule": path, **asdict(plan)}, lambda: _show_schedule(plan), bad)
 
 
 def _tokenizer(name: str) -> Any:
@@ -76,28 +75,19 @@ def _tokenizer(name: str) -> Any:
         ) from None
 
 
-def _opened(name: str, given: str | list[str], storage: list[str] | None) -> Dataset:
-    """Return the data of a source. Errors name the source."""
-    paths = [given] if isinstance(given, str) else given
-    try:
-        if not is_path(paths[0]):
-            raise DataNotFoundError(f"there is no file {paths[0]}.")
-        return open_data(paths, storage=storage)
-    except DataNotFoundError as problem:
-        hint = f"Check the path in the schedule, or pass --source {name}=PATH."
-        raise type(problem)(f"source {name!r}: {problem} {hint}") from None
-
-
-def _pairs(given: Sequence[str] | None, option: str, value: str) -> dict[str, str]:
+def _pairs(given: list[str] | None, option: str, value: str, path: str, names: Sequence[str]) -> dict[str, str]:
+    """Return the values of an option by the names of the sources of a schedule."""
     found: dict[str, str] = {}
     for pair in given or ():
-        name, sign, path = pair.partition("=")
-        if not sign or not name or not path:
+        name, _, text = pair.partition("=")
+        if not name or not text:
             raise ValueError(f"{option} takes NAME={value}, got {pair!r}")
         if name in found:
             several = " For several files, use a glob or a folder." if value == "PATH" else ""
             raise ValueError(f"{option} {name} is given twice.{several}")
-        found[name] = path
+        if name not in names:
+            raise ValueError(f"{option} {name}: the sources of {path} are {', '.join(names)}.")
+        found[name] = text
     return found
 
 
@@ -160,10 +150,8 @@ def _amount(number: int | None, exact: bool) -> str:
         return ""
     if exact or number < 10_000_000:
         return f"{number:,}"
-    for size, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M")):
-        if number >= size:
-            return f"{number / size:,.2f} {unit}"
-    return f"{number:,}"
+    size, unit = next(one for one in ((1e12, "T"), (1e9, "B"), (1e6, "M")) if number >= one[0])
+    return f"{number / size:,.2f} {unit}"
 
 
 _STYLES = ("cyan", "magenta", "yellow", "green", "blue", "red")
@@ -239,8 +227,7 @@ def plan(
     ranks: Annotated[int, typer.Option(help="Number of ranks of the run of the schedule.", min=1)] = 1,
     eos: Annotated[bool, typer.Option("--eos", help="pack() adds a token to each document.")] = False,
     seed: Annotated[int, typer.Option(help="The seed of the mix of the schedule.", min=0)] = 0,
-    as_json: common.AsJson = False,
-) -> None:
+) -> Answer:
     """Show the effect of a resume: the next rows, steps left, reads of each machine. Or what a schedule will consume.
 
     With --checkpoint and --world-size: the effect of a resume. Exits with 1 if the state would be refused.
@@ -259,8 +246,7 @@ def plan(
     if schedule is not None:
         if checkpoint is not None:
             raise ValueError("--checkpoint and --schedule cannot be used together. Use one of them.")
-        plan_file(schedule, source, storage, as_json, column, tokenizer, ranks=ranks, eos=eos, seed=seed)
-        return
+        return _of_schedule(schedule, source, storage, column, tokenizer, ranks=ranks, eos=eos, seed=seed)
     if checkpoint is None or world_size is None:
         missing = "--checkpoint" if checkpoint is None else "--world-size"
         raise ValueError(f"plan needs {missing}. Use --checkpoint and --world-size, or --schedule.")
@@ -281,14 +267,8 @@ def plan(
         steps=steps,
         machines=machines,
     )
-    if as_json:
-        common.print_json(
-            {"checkpoint": Address(place).public, "step": which, "num_workers": num_workers, **asdict(resume)}
-        )
-    else:
-        _show(resume, which, world_size)
-    if not resume.accepted:
-        raise typer.Exit(1)
+    about = {"checkpoint": Address(place).public, "step": which, "num_workers": num_workers, **asdict(resume)}
+    return Answer(about, lambda: _show(resume, which, world_size), not resume.accepted)
 
 
 def _show(plan: ResumePlan, step: int | None, ranks: int) -> None:
@@ -323,9 +303,15 @@ def _show(plan: ResumePlan, step: int | None, ranks: int) -> None:
         say((left_out, "yellow"))
     for note in plan.notes:
         say((note, "yellow"))
-    common.print_table(
-        _next_rows(plan), title="the next rows, by their numbers before the shuffle", right=("step", "rank")
-    )
+    rows = []
+    for number, batch in enumerate(plan.batches, 1):
+        for rank, mine in enumerate(batch[:_RANKS]):
+            text = ", ".join([*map(str, mine[:_ROWS]), *["…"] * (len(mine) > _ROWS)])
+            rows.append({"step": f"+{number}", "rank": rank, "rows": text})
+        if len(batch) > _RANKS:
+            more = f"{len(batch) - _RANKS} more ranks (all of them with --json)"
+            rows.append({"step": "", "rank": "…", "rows": more})
+    common.print_table(rows, title="the next rows, by their numbers before the shuffle", right=("step", "rank"))
     machines = (
         {
             "machine": number,
@@ -337,12 +323,3 @@ def _show(plan: ResumePlan, step: int | None, ranks: int) -> None:
         for number, one in enumerate(plan.machines)
     )
     common.print_table(machines, title="until the end of the epoch", right=("ranks", "blocks", "about MB"))
-
-
-def _next_rows(plan: ResumePlan) -> Iterator[dict[str, Any]]:
-    for number, batch in enumerate(plan.batches, 1):
-        for rank, rows in enumerate(batch[:_RANKS]):
-            more = ", …" if len(rows) > _ROWS else ""
-            yield {"step": f"+{number}", "rank": rank, "rows": ", ".join(map(str, rows[:_ROWS])) + more}
-        if len(batch) > _RANKS:
-            yield {"step": "", "rank": "…", "rows": f"{len(batch) - _RANKS} more ranks (all of them with --json)"}

@@ -6,12 +6,14 @@ import os
 import re
 import time
 import webbrowser
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from midepoch.cli import common
+from midepoch.cli.common import Answer
 from midepoch.cli.data import Config, Format, Scope, Split, Storage, Window, open_data, shuffled
 from midepoch.errors import DataNotFoundError
 
@@ -47,8 +49,7 @@ def audit(
     source: Annotated[int | None, typer.Option(help="The source of the row, if there are several (from 0).")] = None,
     against: Annotated[Path | None, typer.Option(help="Another run, to count the rows that both have seen.")] = None,
     stream: Stream = None,
-    as_json: common.AsJson = False,
-) -> None:
+) -> Answer:
     """Prove from its ledger what a run has seen: rows delivered once, more than once, never.
 
     Exits with 1 if a row of a finished part of an epoch was lost or repeated.
@@ -63,56 +64,50 @@ def audit(
 
     midepoch audit runs/7 --against runs/8
     """
+    from midepoch._internal.progress import shown
     from midepoch.audit import read_run, read_runs
 
     if sum(given is not None for given in (step, row, against)) > 1:
         raise ValueError("use only one of --step, --row and --against")
     if step is None and row is None and against is None:
-        _proof([read_run(run, stream)] if stream is not None else read_runs(run), as_json)
-        return
+        from midepoch.tools.report.page import proof_of
+
+        runs = [read_run(run, stream)] if stream is not None else read_runs(run)
+        exact = all(one.exact for one in runs)
+        found = {"exact": exact, "loaders": list(map(proof_of, runs))}
+        return Answer(found, lambda: _show_proofs(runs), not exact)
     ledger = read_run(run, stream)
+    if against is not None:
+        with shown("comparing", "rows") as report:
+            other = read_run(against, ledger.streams[ledger.stream] or None)
+            overlap = ledger.overlap(other, report)
+        numbers = {str(ledger.folder): overlap.first, str(other.folder): overlap.second, "both": overlap.both}
+        rows = ({"run": name, "rows": number} for name, number in numbers.items())
+        title = "rows of the files that were seen at least once"
+        return Answer(overlap._asdict(), lambda: common.print_table(rows, title=title))
     if step is not None:
-        if (documents := ledger.documents_of_step(step)) is not None:
-            _documents(documents, f"step {step}", as_json)
-        else:
-            _deliveries(ledger, ledger.rows_of_step(step), f"step {step}", as_json)
-    elif row is not None:
-        chosen, number = _source_and_row(row, source, len(ledger.order.sources))
-        if (documents := ledger.documents_of_row(number, chosen)) is not None:
-            _documents(documents, f"row {row}", as_json)
-        elif isinstance(chosen, str):
-            raise ValueError(
-                f"--row {row}: names of sources are recorded with provenance=True. Without it, name the source by its "
-                f"number in the mix, from 0: --row {number} --source 0."
-            )
-        else:
-            _deliveries(ledger, ledger.steps_of_row(number, chosen), f"row {row}", as_json)
-    elif against is not None:
-        _overlap(ledger, read_run(against, ledger.streams[ledger.stream] or None), as_json)
-
-
-def _source_and_row(text: str, source: int | None, sources: int) -> tuple[int | str, int]:
-    """Return the source (a number or a name) and the row of ``--row``."""
-    name, _, number = text.rpartition(":")
+        return _rows(ledger, ledger.documents_of_step(step), lambda: ledger.rows_of_step(step), f"step {step}")
+    name, _, number = str(row).rpartition(":")
+    sources = len(ledger.order.sources)
     if not number.isdecimal():
-        raise ValueError(f"--row takes the number of a row, or source:number, got {text!r}")
+        raise ValueError(f"--row takes the number of a row, or source:number, got {row!r}")
     if not name and source is None and sources > 1:
         raise ValueError(
-            f"--row {text}: there are {sources} sources. Give one of them, as in --row 0:{text} or NAME:{text}."
+            f"--row {row}: there are {sources} sources. Give one of them, as in --row 0:{row} or NAME:{row}."
         )
-    return (int(name) if name.isdecimal() else name or source or 0), int(number)
+    chosen: Any = int(name) if name.isdecimal() else name or source or 0
+    documents = ledger.documents_of_row(int(number), chosen)
+    if documents is None and isinstance(chosen, str):
+        raise ValueError(
+            f"--row {row}: names of sources are recorded with provenance=True. Without it, name the source by its "
+            f"number in the mix, from 0: --row {number} --source 0."
+        )
+    return _rows(ledger, documents, lambda: ledger.steps_of_row(int(number), chosen), f"row {row}")
 
 
-def _proof(runs: list[Run], as_json: bool) -> None:
-    from midepoch.tools.report.page import proof_of
-
-    if as_json:
-        common.print_json({"exact": all(run.exact for run in runs), "loaders": list(map(proof_of, runs))})
-    else:
-        for run in runs:
-            _show_proof(run, len(runs) > 1)
-    if not all(run.exact for run in runs):
-        raise typer.Exit(1)
+def _show_proofs(runs: list[Run]) -> None:
+    for run in runs:
+        _show_proof(run, len(runs) > 1)
 
 
 def _show_proof(run: Run, several: bool) -> None:
@@ -151,56 +146,52 @@ def _show_proof(run: Run, several: bool) -> None:
         common.say((problem, "red"))
 
 
-def _deliveries(run: Run, found: list[Delivery], what: str, as_json: bool) -> None:
-    records = [{**one._asdict(), "place": run.order.sources[one.source].place(one.row)} for one in found]
-    names = ["step", "epoch", "rank", "position"]
-    if what.startswith("step"):
-        names = ["rank", "position", *["source"] * (len(run.order.sources) > 1), "row"]
-    names += ["part"] * any(one.part for one in found)
-    _list(records, records, names, what, as_json)
-    if found and run.generations[-1].lanes and not as_json:
-        common.say(
-            "These are the rows that were consumed. loader(…, provenance=True) records each document that was "
-            "delivered, and its tokens."
-        )
-
-
-def _documents(found: list[Document], what: str, as_json: bool) -> None:
-    packed = any(one.stop is not None for one in found)
-    names = ["sequence", *["offset"] * packed]
-    if what.startswith("step"):
-        names = ["rank", *names, "source", "row"]
-    else:
-        names = ["step", "epoch", "rank", *names]
-        what = f"row {found[0].name}:{found[0].row}" if found else what
-    names += ["tokens"] * packed
-    shown = []
-    for one in found:
-        tokens = "all" if one.stop is None else f"{one.start:,} to {one.stop:,}"
-        shown.append({**one._asdict(), "source": one.name, "tokens": tokens})
-    _list([one._asdict() for one in found], shown, names, what, as_json)
-    if what.startswith("step") and found and not as_json:
-        common.say(
-            "To leave one out: loader.exclude(documents=[(source, row)]). The column row counts over all files of a "
-            "source; the number beside the name of a file counts in that file."
-        )
-
-
 _NAMING = ("step", "row")
 
 
-def _list(records: list[Any], shown: list[dict[str, Any]], names: list[str], what: str, as_json: bool) -> None:
-    """Print records as JSON, or the columns with these names as a table.
+def _rows(run: Run, documents: list[Document] | None, find: Callable[[], list[Delivery]], what: str) -> Answer:
+    """Return the rows of a step or the steps of a row: documents if they are recorded, else what ``find`` returns.
 
     Files of this folder, and those of data in memory, are shown without their folders.
     """
-    if as_json:
-        common.print_json(records)
-    elif not shown:
-        common.say(f"{what}: not in the history of these weights")
+    of_step = what.startswith("step")
+    if documents is None:
+        found = [{**one._asdict(), "place": run.order.sources[one.source].place(one.row)} for one in find()]
+        shown = found
+        names = ["step", "epoch", "rank", "position"]
+        if of_step:
+            names = ["rank", "position", *["source"] * (len(run.order.sources) > 1), "row"]
+        names += ["part"] * any(one["part"] for one in found)
+        note = (
+            "These are the rows that were consumed. loader(…, provenance=True) records each document that was "
+            "delivered, and its tokens."
+        ) * bool(run.generations[-1].lanes)
     else:
+        found = [one._asdict() for one in documents]
+        shown = [
+            {
+                **one._asdict(),
+                "source": one.name,
+                "tokens": "all" if one.stop is None else f"{one.start:,} to {one.stop:,}",
+            }
+            for one in documents
+        ]
+        packed = any(one.stop is not None for one in documents)
+        names = [*(() if of_step else ("step", "epoch")), "rank", "sequence", *["offset"] * packed]
+        names += [*(("source", "row") if of_step else ()), *["tokens"] * packed]
+        if documents and not of_step:
+            what = f"row {documents[0].name}:{documents[0].row}"
+        note = (
+            "To leave one out: loader.exclude(documents=[(source, row)]). The column row counts over all files of a "
+            "source; the number beside the name of a file counts in that file."
+        ) * of_step
+
+    def show() -> None:
         from midepoch.storage.cache_files import default_index_dir
 
+        if not shown:
+            common.say(f"{what}: not in the history of these weights")
+            return
         folders = "|".join(map(re.escape, (os.getcwd(), str(default_index_dir() / "memory" / "DIGEST"))))
         folders = rf" ({folders})[\\/]".replace("DIGEST", r"\w+")
         rows = [
@@ -210,19 +201,10 @@ def _list(records: list[Any], shown: list[dict[str, Any]], names: list[str], wha
             for one in shown
         ]
         common.print_table(rows, title=what, right=["tokens", *_NAMING], most=_LISTED)
+        if note:
+            common.say(note)
 
-
-def _overlap(first: Run, second: Run, as_json: bool) -> None:
-    from midepoch._internal.progress import shown
-
-    with shown("comparing", "rows") as report:
-        overlap = first.overlap(second, report)
-    if as_json:
-        common.print_json(overlap._asdict())
-        return
-    numbers = {str(first.folder): overlap.first, str(second.folder): overlap.second, "both": overlap.both}
-    rows = ({"run": name, "rows": number} for name, number in numbers.items())
-    common.print_table(rows, title="rows of the files that were seen at least once")
+    return Answer(found, show)
 
 
 Checkpoints = Annotated[
@@ -251,8 +233,7 @@ def report(
     config: Config = None,
     storage: Storage = None,
     format: Format = None,
-    as_json: common.AsJson = False,
-) -> None:
+) -> Answer:
     """Draw runs or a dataset: speed, progress, consumption, restarts, layout, shuffle quality. One HTML file.
 
     midepoch report runs/7 -o report.html
@@ -281,11 +262,12 @@ def report(
         label=label,
         batch_size=batch_size,
     )
-    if as_json:
-        common.print_json(contents)
-        return
-    atomic_write(output, render(contents).encode())
-    common.say(f"wrote {output} ({common.bytes_text(output.stat().st_size)})")
+
+    def write() -> None:
+        atomic_write(output, render(contents).encode())
+        common.say(f"wrote {output} ({common.bytes_text(output.stat().st_size)})")
+
+    return Answer(contents, write)
 
 
 def _is_run(text: str) -> bool:

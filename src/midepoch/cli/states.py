@@ -37,18 +37,19 @@ def open_state(where: str, step: int | None = None, part: str | None = None) -> 
     folder of a run with a folder ``checkpoints`` in it.
     """
     refuse_function(where)
-    if not is_address(where):
-        path = Path(where).expanduser()
-        if not path.exists():
-            raise CheckpointNotFoundError(
-                f"{Address(where)} does not exist. Pass a state as a JSON file, or a folder of checkpoints."
-            )
-        chosen = _in_file(path, part) if path.is_file() else _of_framework(path, step, part)
-        if chosen is not None:
-            return chosen
-        if (inner := checkpoint_folder(where)) != where:
-            return open_state(inner, step, part)
-    return _of_midepoch(where, step, part)
+    if is_address(where):
+        return _of_midepoch(where, step, part)
+    path = Path(where).expanduser()
+    if not path.exists():
+        raise CheckpointNotFoundError(
+            f"{Address(where)} does not exist. Pass a state as a JSON file, or a folder of checkpoints."
+        )
+    if path.is_file():
+        return _in_file(path, part)
+    chosen = _of_framework(path, step, part)
+    if chosen is None and (inner := checkpoint_folder(where)) != where:
+        chosen = open_state(inner, step, part)
+    return chosen or _of_midepoch(where, step, part)
 
 
 def checkpoint_folder(where: str) -> str:
@@ -62,10 +63,6 @@ def checkpoint_folder(where: str) -> str:
 def _in_file(path: Path, part: str | None) -> Chosen:
     if path.suffix == _LIGHTNING:
         return _of_lightning(path, part)
-    return Chosen(state_in(_json(path), part), None, str(path))
-
-
-def _json(path: Path) -> Any:
     content = path.read_bytes()
     kind = format_of_bytes(content[:512])
     if kind is not None:
@@ -76,11 +73,12 @@ def _json(path: Path) -> Any:
             "json.dump(torch.load(path)[…], open('state.json', 'w'))."
         )
     try:
-        return json.loads(content.decode())
+        tree = json.loads(content.decode())
     except ValueError as problem:
         raise StateError(
             f"{path} is not JSON: {problem}. Pass a state as a JSON file, or a folder of checkpoints."
         ) from None
+    return Chosen(state_in(tree, part), None, str(path))
 
 
 def _of_framework(folder: Path, step: int | None, part: str | None) -> Chosen | None:
@@ -95,25 +93,22 @@ def _of_framework(folder: Path, step: int | None, part: str | None) -> Chosen | 
         if number not in steps:
             there = ", ".join(map(str, sorted(steps)))
             raise CheckpointNotFoundError(f"there is no step {number} with {_TRAINER} in {folder}. There are: {there}.")
-        return Chosen(state_in(_json(steps[number]), part), number, str(steps[number]))
+        return _in_file(steps[number], part)._replace(step=number)
     if (folder / _TRAINER).is_file():
         return _in_file(folder / _TRAINER, part)
     prepared = {name[1]: path for path in folder.iterdir() if (name := _ACCELERATE.fullmatch(path.name)) is not None}
-    if prepared:
-        return _of_accelerate(folder, prepared, part)
-    saved = sorted(folder.glob(f"*{_LIGHTNING}"), key=lambda path: path.stat().st_mtime)
-    if step is not None:
-        saved = [path for path in saved if re.search(rf"step={step}\b", path.name)] or saved[:0]
-    return _of_lightning(saved[-1], part) if saved else None
-
-
-def _of_accelerate(folder: Path, prepared: dict[str, Path], part: str | None) -> Chosen:
-    if part not in prepared and len(prepared) > 1:
+    if part in prepared:
+        return _in_file(prepared[part], None)
+    if len(prepared) > 1:
         raise CheckpointNotFoundError(
             f"there are several loaders in {folder}. Choose one with --part: {', '.join(sorted(prepared))}."
         )
-    path = prepared[part] if part in prepared else next(iter(prepared.values()))
-    return Chosen(state_in(_json(path), None if part in prepared else part), None, str(path))
+    if prepared:
+        return _in_file(next(iter(prepared.values())), part)
+    saved = sorted(folder.glob(f"*{_LIGHTNING}"), key=lambda path: path.stat().st_mtime)
+    if step is not None:
+        saved = [path for path in saved if re.search(rf"step={step}\b", path.name)]
+    return _in_file(saved[-1], part) if saved else None
 
 
 def _of_lightning(path: Path, part: str | None) -> Chosen:
@@ -144,27 +139,24 @@ def _of_midepoch(where: str, step: int | None, part: str | None) -> Chosen:
     saved = PipelineCheckpoint(where, rank=0, world_size=1)
     latest = saved.latest_step()
     if latest is None:
+        there = ""
+        if not is_address(where):
+            names = sorted(os.listdir(os.path.expanduser(where)))
+            there = (
+                f", which contains {', '.join(names[:5])}{', …' * (len(names) > 5)}" if names else ", which is empty"
+            )
         raise CheckpointNotFoundError(
-            f"there is no checkpoint in {Address(where)}{_contents(where)}. Pass the folder that PipelineCheckpoint "
-            "was given; data goes to --data."
+            f"there is no checkpoint in {Address(where)}{there}. Pass the folder that PipelineCheckpoint was given; "
+            "data goes to --data."
         )
     if step is not None:
         return Chosen(_read(saved, where, step, part), step, where)
-    older = [number for number in reversed(saved.steps()) if number != latest]
-    for number in (latest, *older):
+    for number in (latest, *(older for older in reversed(saved.steps()) if older != latest)):
         try:
             return Chosen(_read(saved, where, number, part), number, where)
         except CheckpointDamagedError as problem:
             common.say((f"step {number} would be skipped: {problem}", "yellow"), to=common.errors)
     raise CheckpointDamagedError(f"all steps in {Address(where)} are damaged.")
-
-
-def _contents(where: str) -> str:
-    """Return what is in a folder instead of checkpoints."""
-    if is_address(where):
-        return ""
-    names = sorted(os.listdir(os.path.expanduser(where)))
-    return f", which contains {', '.join(names[:5])}{', …' * (len(names) > 5)}" if names else ", which is empty"
 
 
 def _read(saved: PipelineCheckpoint, where: str, step: int, part: str | None) -> Any:

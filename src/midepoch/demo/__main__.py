@@ -10,9 +10,9 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -22,27 +22,6 @@ FILES, EPOCHS, BATCH = 6, 2, 64
 LEAST_ROWS = 6_000
 
 console = Console()
-
-
-@dataclass(frozen=True)
-class Size:
-    """Size of the training data."""
-
-    rows: int
-
-    @property
-    def epoch(self) -> int:
-        """Steps of an epoch."""
-        return -(-self.rows // BATCH)
-
-    @property
-    def steps(self) -> int:
-        return EPOCHS * self.epoch
-
-    @property
-    def kill_at(self) -> int:
-        """Step at which the run is killed: in the middle of the second epoch, between two checkpoints."""
-        return self.steps * 2 // 3 + 12
 
 
 def main() -> None:
@@ -64,26 +43,27 @@ def run(keep: Path | None = None, rows: int = 24_000) -> bool:
     """Run the demonstration in a folder to keep or a temporary one. Return True if the proof holds."""
     if missing := [name for name in ("torch", "datasets") if find_spec(name) is None]:
         raise ImportError(f'the demo needs {" and ".join(missing)}: pip install "midepoch[torch,hf,demo]"')
-    if keep is not None:
-        return show(keep, Size(rows))
-    with tempfile.TemporaryDirectory(prefix="midepoch-demo-") as folder:
-        return show(Path(folder), Size(rows))
+    with tempfile.TemporaryDirectory(prefix="midepoch-demo-") as temporary:
+        return show(keep or Path(temporary), rows)
 
 
-def show(folder: Path, size: Size) -> bool:
+def show(folder: Path, rows: int) -> bool:
     """Run the complete demonstration. Return True if the proof holds."""
     started = time.monotonic()
     os.environ["MIDEPOCH_CACHE"] = str(folder / "index")
+    steps = EPOCHS * -(-rows // BATCH)
+    kill_at = steps * 2 // 3 + 12  # in the middle of the second epoch, between two checkpoints
     with console.status("making a dataset in the Hugging Face cache layout"):
-        make_data(folder, size.rows)
+        make_data(folder, rows)
     with progress_of(console) as progress:
         whole, killed = folder / "uninterrupted", folder / "killed"
-        train(folder, whole, 2, progress, "1. uninterrupted, 2 workers", size.steps)
-        train(folder, killed, 2, progress, f"2. 2 workers, kill -9 at step {size.kill_at}", size.kill_at, kill=True)
-        cut = checkpoint_step(killed)
-        log = read_log(killed)
-        train(folder, killed, 3, progress, f"3. resumed at step {cut} with 3 workers", size.steps, first=cut)
-    return prove(whole, killed, log, cut, size, time.monotonic() - started)
+        train(folder, whole, 2, progress, "1. uninterrupted, 2 workers", steps)
+        train(folder, killed, 2, progress, f"2. 2 workers, kill -9 at step {kill_at}", kill_at, kill=True)
+        cut, log = int(saved(killed / "checkpoint.pt")["step"]), read_log(killed)
+        train(folder, killed, 3, progress, f"3. resumed at step {cut} with 3 workers", steps, first=cut)
+    proved = prove(whole, killed, log, cut, rows)
+    console.print(f"[dim]{time.monotonic() - started:.0f} s[/dim]")
+    return proved
 
 
 _TEXTS = 58
@@ -159,45 +139,43 @@ def read_log(run: Path) -> dict[int, list[int]]:
     return {numbers[0]: numbers[1:] for numbers in steps}
 
 
-def checkpoint_step(run: Path) -> int:
+def saved(path: Path) -> dict[str, Any]:
     import torch
 
-    return int(torch.load(run / "checkpoint.pt")["step"])
+    found: dict[str, Any] = torch.load(path)
+    return found
 
 
-def prove(whole: Path, killed: Path, before: dict[int, list[int]], cut: int, size: Size, seconds: float) -> bool:
+def prove(whole: Path, killed: Path, before: dict[int, list[int]], cut: int, rows: int) -> bool:
     """Compare the logged rows of the killed and resumed run with those of the uninterrupted run."""
     import torch
 
-    expected, after = read_log(whole), read_log(killed)
-    found = {**{step: rows for step, rows in before.items() if step <= cut}, **after}
+    expected, steps = read_log(whole), -(-rows // BATCH)
+    found = {**{step: ids for step, ids in before.items() if step <= cut}, **read_log(killed)}
     same_order = found == expected
     table = Table(title="proof, from the logs of row ids", title_justify="left")
     for name in ("epoch", "rows", "seen once", "lost", "repeated"):
         table.add_column(name, justify="right")
     clean = True
     for epoch in range(EPOCHS):
-        steps = range(epoch * size.epoch + 1, (epoch + 1) * size.epoch + 1)
-        seen = Counter(row for step in steps for row in found.get(step, []))
-        lost, repeated = size.rows - len(seen), sum(count - 1 for count in seen.values())
+        seen = Counter(row for step in range(epoch * steps + 1, (epoch + 1) * steps + 1) for row in found.get(step, []))
+        lost, repeated = rows - len(seen), sum(count - 1 for count in seen.values())
         clean = clean and not lost and not repeated
         once = sum(count == 1 for count in seen.values())
-        table.add_row(str(epoch), f"{size.rows:,}", f"{once:,}", f"{lost:,}", f"{repeated:,}")
+        table.add_row(str(epoch), *(f"{count:,}" for count in (rows, once, lost, repeated)))
     console.print(table)
-    a, b = (torch.load(run / "final.pt")["model"] for run in (whole, killed))
+    a, b = (saved(run / "final.pt")["model"] for run in (whole, killed))
     same_model = all(torch.equal(a[name], b[name]) for name in a)
     rolled_back = len([step for step in before if step > cut])
     console.print(
         f"killed at step {max(before)}, resumed from the checkpoint at step {cut} ({rolled_back} steps redone)"
     )
-    console.print(f"batches and their order as in the uninterrupted run: {_mark(same_order)}")
-    console.print(f"final weights bit for bit those of the uninterrupted run: {_mark(same_model)}")
-    console.print(f"[dim]{seconds:.0f} s[/dim]")
+    for claim, holds in {
+        "batches and their order as in the uninterrupted run": same_order,
+        "final weights bit for bit those of the uninterrupted run": same_model,
+    }.items():
+        console.print(f"{claim}: {'[green]yes[/green]' if holds else '[red]NO[/red]'}")
     return clean and same_order and same_model
-
-
-def _mark(good: bool) -> str:
-    return "[green]yes[/green]" if good else "[red]NO[/red]"
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ block after block by as many threads as there are cores, and discarded.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -65,17 +66,15 @@ def try_settings(
 
 def _consume(loader: Any, seconds: float) -> None:
     """Take batches for a while after the first one, over several epochs if they are short."""
-    until = None
+    until = math.inf
     while True:
-        batches = 0
+        is_empty = True
         for _ in loader:
-            batches += 1
-            now = time.perf_counter()
-            if until is None:
-                until = now + seconds
-            elif now >= until:
+            is_empty, now = False, time.perf_counter()
+            if now >= until:
                 return
-        if not batches or (until is not None and time.perf_counter() >= until):
+            until = min(until, now + seconds)
+        if is_empty or time.perf_counter() >= until:
             return
 
 

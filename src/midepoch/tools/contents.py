@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from midepoch.transforms.media.decoders import Audio, read_samples
@@ -46,12 +47,12 @@ def describe_media(value: Any, feature: Any = None) -> Media | None:
         path, value = value, None
     try:
         if value is None and path is not None and named is not None:
-            with open(path, "rb") as file:
-                value = file.read()
+            value = Path(path).read_bytes()
         if not isinstance(value, bytes):
             return None
-        kind = named or _kind_of(value)
-        return None if kind is None else _DESCRIBED[kind](value)
+        if (kind := named or _kind_of(value)) is None:
+            return None
+        return {"image": _image, "audio": _audio, "video": _video}[kind](value)
     except Exception as problem:  # decoders raise anything: Pillow a SyntaxError for some damaged PNGs
         return Media(named or "file", f"cannot be decoded: {problem}", {"problem": str(problem)})
 
@@ -96,9 +97,6 @@ def _video(data: bytes) -> Media:
         frames = sum(1 for _ in container.decode(stream))
         details = {"frames": frames, "width": stream.width, "height": stream.height}
     return Media("video", f"{frames:,} frames, {stream.width} × {stream.height}", details)
-
-
-_DESCRIBED = {"image": _image, "audio": _audio, "video": _video}
 
 
 def label_names(value: Any, feature: Any) -> Any:

@@ -33,7 +33,7 @@ from midepoch.pipeline.planned import Planning, window_at
 from midepoch.pipeline.plans import Plan
 from midepoch.pipeline.spec import PipelineSpec, identity
 from midepoch.sources import Source
-from midepoch.sources.index import Index, read_index
+from midepoch.sources.index import read_index
 from midepoch.state.format import CAUSES, KEY, Saved, comparable, excluded_from_json, order_of, parse, parts_from_json
 from midepoch.state.saved import load_global, one_of
 from midepoch.storage.cache_files import default_index_dir
@@ -102,37 +102,25 @@ def of_index(state: Any, index_dir: str | os.PathLike[str] | None) -> KnownState
     saved = parse(state)
     if saved["workers"] or saved["shard"] is not None:
         raise StateError("this is the state of one worker or shard, which fits only the same number of them.")
-    order, cursor, excluded = _saved_order(state), saved.cursor, excluded_from_json(saved["excluded"], 1)
-    if cursor.position > saved["rows"] or (order is not None and len(order) != saved["rows"]):
+    rows, cursor, excluded = saved["rows"], saved.cursor, excluded_from_json(saved["excluded"], 1)
+    order = None  # rows that were selected one by one or drawn by weight are not in a state
+    if not saved["weights"] and re.fullmatch(r"\d+:\d+(,\d+:\d+)*", saved["selection"]) is not None:
+        bounds = [part.split(":") for part in saved["selection"].split(",")]
+        order = order_of(saved.fields, Selection.of_ranges([(int(first), int(stop)) for first, stop in bounds]))
+    if cursor.position > rows or (order is not None and len(order) != rows):
         raise StateError(
-            f"the state is damaged: position {cursor.position} of {saved['rows']} rows, selection {saved['selection']}."
+            f"the state is damaged: position {cursor.position} of {rows} rows, selection {saved['selection']}."
         )
-    index = _index_of(saved["data"], default_index_dir() if index_dir is None else Path(index_dir).expanduser())
-    known = KnownState(cursor, saved["rows"], order, None, excluded[0] if excluded else EMPTY, False, "nothing")
-    if index is None:
-        return known
-    return replace(known, source=Source(index), fetched=not index.in_place, checked="index")
-
-
-def _saved_order(state: Mapping[str, Any]) -> Order | None:
-    """Return the order that a state describes, or None if rows were selected one by one or drawn by weight."""
-    if state.get("weights") or re.fullmatch(r"\d+:\d+(,\d+:\d+)*", state["selection"]) is None:
-        return None
-    ranges = [tuple(map(int, part.split(":"))) for part in state["selection"].split(",")]
-    selection = Selection.of_ranges([(a, b) for a, b in ranges])
-    return order_of(state, selection)
-
-
-def _index_of(fingerprint: str, folder: Path) -> Index | None:
-    """Return the index of some data. Of several copies, prefer one whose files still exist."""
-    gone: Index | None = None
+    known = KnownState(cursor, rows, order, None, excluded[0] if excluded else EMPTY, False, "nothing")
+    folder = default_index_dir() if index_dir is None else Path(index_dir).expanduser()
     for path in sorted(folder.glob("*.midepoch-index")):
         index = read_index(path)
-        if index is not None and index.fingerprint == fingerprint:
-            if all(os.path.exists(file.path) for file in index.files[:1]):
-                return index
-            gone = gone or index
-    return gone
+        if index is None or index.fingerprint != saved["data"]:
+            continue
+        known = replace(known, source=Source(index), fetched=not index.in_place, checked="index")
+        if all(os.path.exists(file.path) for file in index.files[:1]):  # of several copies, preferred
+            break
+    return known
 
 
 def block_bytes(source: Source) -> Int64Array:
@@ -257,7 +245,21 @@ def describe(
         position, rows = first.rows_before, first["rows"]
     by_tokens = bool(first["budget"]) and not is_stream
     is_rows = not is_stream and not by_tokens
-    whole = not first["workers"] and first["shard"] is None
+    steps_left = batches = whose = None
+    if batch_size and is_rows:
+        if last_batch is not None and last_batch not in LAST_BATCH:
+            raise ValueError(f"last_batch must be one of {', '.join(LAST_BATCH)}, got {last_batch!r}")
+        plan = Plan.of(first.cursor, first["rows"], batch_size, world_size, last_batch, first.cursor.lane.done)
+        steps_left = len(plan)
+    if by_tokens:
+        lane = first.cursor.lane
+        inside, tokens = lane.taken - window_at(lane).first, json.loads(first["budget"])[0]
+        rest = f", and a window of rows in progress: {inside} of it with max_tokens={tokens:,}" if inside else ""
+        batches = f"{lane.taken:,} delivered{rest}"
+    if first["workers"]:
+        whose = f"worker {first['worker']} of {first['workers']} of a DataLoader, shards: {first['shards']}"
+    elif first["shard"] is not None:
+        whose = f"shard {first['shard']} of {first['shards']}"
     return StateSummary(
         epoch=first["epoch"],
         position=position,
@@ -267,12 +269,12 @@ def describe(
         pipeline=first["pipeline"],
         data=first["data"],
         lanes=first["lanes"],
-        next_row=of_index(chosen, index_dir).next_place() if whole and is_rows else None,
-        steps_left=_steps_left(first, batch_size, world_size, last_batch) if batch_size and is_rows else None,
-        whose=None if whole else _whose(first),
+        next_row=of_index(chosen, index_dir).next_place() if whose is None and is_rows else None,
+        steps_left=steps_left,
+        whose=whose,
         changes=tuple(map(str, first["changes"])),
         sources=tuple(_source_texts(parts_from_json(first["parts"]), "")),
-        batches=_batches(first) if by_tokens else None,
+        batches=batches,
         steps=first["steps"],
         excluded=_excluded(parsed, "outputs" if is_stream else "batches" if by_tokens else "rows"),
     )
@@ -291,14 +293,6 @@ def _excluded(parsed: list[Saved], unit: str) -> str | None:
     return ", ".join(texts) or None
 
 
-def _batches(saved: Saved) -> str:
-    """Return where batches by tokens are, in words."""
-    lane = saved.cursor.lane
-    inside, tokens = lane.taken - window_at(lane).first, json.loads(saved["budget"])[0]
-    rest = f", and a window of rows in progress: {inside} of it with max_tokens={tokens:,}" if inside else ""
-    return f"{lane.taken:,} delivered{rest}"
-
-
 def _order_text(state: Saved) -> str:
     selected = "" if state["selection"] in ("", f"0:{state['rows']}") else f"rows {state['selection']}, "
     if state["scope"] == "none":
@@ -307,18 +301,6 @@ def _order_text(state: Saved) -> str:
         return f"{selected}{state['scope']}, {state['weights']}, seed {state['seed']}"
     window = f" of {state['window']} blocks" if state["window"] is not None else ""
     return f"{selected}shuffled by {state['scope']}{window}, seed {state['seed']}"
-
-
-def _steps_left(state: Saved, batch_size: int, world_size: int, last_batch: str | None) -> int:
-    if last_batch is not None and last_batch not in LAST_BATCH:
-        raise ValueError(f"last_batch must be one of {', '.join(LAST_BATCH)}, got {last_batch!r}")
-    return len(Plan.of(state.cursor, state["rows"], batch_size, world_size, last_batch, state.cursor.lane.done))
-
-
-def _whose(state: Saved) -> str:
-    if state["workers"]:
-        return f"worker {state['worker']} of {state['workers']} of a DataLoader, shards: {state['shards']}"
-    return f"shard {state['shard']} of {state['shards']}"
 
 
 def _source_texts(tree: Mapping[str, Any], outer: str) -> Iterator[str]:

@@ -43,7 +43,7 @@ def _finding(what: str, text: str, remedy: str = "", *, fatal: bool = False) -> 
 
 def examine() -> list[Finding]:
     """Return all findings, always in the same order."""
-    return [*_versions(), _kernel(), _processor(), _files(), *_memory(), _folder(), *_settings()]
+    return [*_versions(), *_limits(), _folder(), *_settings()]
 
 
 def _versions() -> Iterator[Finding]:
@@ -59,6 +59,14 @@ def _versions() -> Iterator[Finding]:
         least = bounds.get(name, "0")
         remedy = f"{least} or newer is required" if _numbers(version) < _numbers(least) else ""
         yield _finding(name, version, remedy, fatal=name in _NEEDED)
+    if library.kernel() is not None:
+        yield _finding("native kernel", "in use")
+    elif library.is_switched_off():
+        remedy = f"packing is slower: unset {library.SWITCH}"
+        yield _finding("native kernel", f"switched off by {library.SWITCH}=0: numpy", remedy)
+    else:
+        remedy = "packing is slower: install a wheel for this platform, or from source with a C compiler"
+        yield _finding("native kernel", "none for this platform: numpy", remedy)
 
 
 def _least() -> dict[str, str]:
@@ -75,45 +83,24 @@ def _numbers(version: str) -> list[int]:
     return [int("".join(filter(str.isdigit, part)) or 0) for part in parts[:3]]
 
 
-def _kernel() -> Finding:
-    if library.kernel() is not None:
-        return _finding("native kernel", "in use")
-    if library.is_switched_off():
-        text = f"switched off by {library.SWITCH}=0: numpy"
-        return _finding("native kernel", text, f"packing is slower: unset {library.SWITCH}")
-    remedy = "packing is slower: install a wheel for this platform, or from source with a C compiler"
-    return _finding("native kernel", "none for this platform: numpy", remedy)
-
-
-def _limits(name: str) -> list[float]:
-    """Return the limits of this container in a file of its cgroup, those that it has."""
-    try:
-        return [float(text) for text in Path("/sys/fs/cgroup", name).read_text().split() if text != "max"]
-    except (OSError, ValueError):
-        return []
-
-
-def _processor() -> Finding:
-    usable, all_cores, limits = cores(), os.cpu_count() or 1, _limits("cpu.max")
-    if len(limits) == 2 and (quota := limits[0] / limits[1]) < usable:
-        remedy = f"use at most {max(1, int(quota))} workers over all ranks"
-        return _finding("cores", f"{usable}, but the container may use only {quota:g}", remedy)
-    return _finding("cores", str(usable) if usable == all_cores else f"{usable} of {all_cores}")
-
-
-def _files() -> Finding:
+def _limits() -> Iterator[Finding]:
+    """Yield the findings about cores, open files and memory."""
+    usable, all_cores, quota = cores(), os.cpu_count() or 1, _of_container("cpu.max")
+    if len(quota) == 2 and (share := quota[0] / quota[1]) < usable:
+        remedy = f"use at most {max(1, int(share))} workers over all ranks"
+        yield _finding("cores", f"{usable}, but the container may use only {share:g}", remedy)
+    else:
+        yield _finding("cores", str(usable) if usable == all_cores else f"{usable} of {all_cores}")
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY:
-        return _finding("open files", "no limit")
-    most = min(hard, 65536) if hard != resource.RLIM_INFINITY else 65536
-    remedy = f"ulimit -n {most}, for thousands of files" if soft < _OPEN_FILES else ""
-    return _finding("open files", f"{soft:,} at most", remedy)
-
-
-def _memory() -> Iterator[Finding]:
+        yield _finding("open files", "no limit")
+    else:
+        most = min(hard, 65536) if hard != resource.RLIM_INFINITY else 65536
+        remedy = f"ulimit -n {most}, for thousands of files" if soft < _OPEN_FILES else ""
+        yield _finding("open files", f"{soft:,} at most", remedy)
     if hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
         total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        limit = min(_limits("memory.max"), default=total)
+        limit = min(_of_container("memory.max"), default=total)
         less = f", of which this container may use {limit / 1e9:.0f} GB" if limit < total else ""
         yield _finding("memory", f"{total / 1e9:.0f} GB{less}")
     shared = Path("/dev/shm")
@@ -121,6 +108,14 @@ def _memory() -> Iterator[Finding]:
         size = shutil.disk_usage(shared).total
         remedy = "midepoch's workers do not need it, torch's DataLoader does: docker run --shm-size=8g"
         yield _finding("shared memory", f"{size / 1e9:.1f} GB in /dev/shm", remedy if size < 1 << 30 else "")
+
+
+def _of_container(name: str) -> list[float]:
+    """Return the limits of this container in a file of its cgroup, those that it has."""
+    try:
+        return [float(text) for text in Path("/sys/fs/cgroup", name).read_text().split() if text != "max"]
+    except (OSError, ValueError):
+        return []
 
 
 def _folder() -> Finding:

@@ -29,11 +29,11 @@ from midepoch.order.budget import Budget
 from midepoch.pipeline.cursor import Cursor, listed
 from midepoch.pipeline.lanes import Share, estimated_length
 from midepoch.pipeline.planned import Planning
-from midepoch.pipeline.plans import Plan, TokenPlan
+from midepoch.pipeline.plans import Plan
 from midepoch.pipeline.reach import start
 from midepoch.pipeline.spec import PipelineSpec
 from midepoch.sources.lengths import lengths_of
-from midepoch.state.format import parse
+from midepoch.state.format import Saved, parse
 from midepoch.state.saved import load_global, one_of
 from midepoch.tools.describe import KnownState, block_bytes, of_dataset, of_index
 
@@ -112,11 +112,11 @@ def plan_resume(
     options = Options(1 if by_tokens else integer(batch_size, "plan(batch_size=…)", 1), last_batch=last_batch)
     steps = integer(steps, "plan(steps=…)")
     try:
-        if saved is not None and saved.in_lanes:
+        if saved is not None and dataset is None and (saved.in_lanes or by_tokens):
+            return _without_dataset(state, saved, options, size)
+        if saved is not None and dataset is not None and saved.in_lanes:
             return _plan_lanes(state, dataset, options, size, machines)
-        if by_tokens and dataset is None:
-            return _plan_without_lengths(state)
-        if by_tokens:
+        if by_tokens and dataset is not None:
             options = replace(options, planning=_planning(state, dataset))
         known = of_dataset(state, dataset, options.planning) if dataset is not None else of_index(state, index_dir)
         return _plan_steps(known, options, size, steps, machines)
@@ -124,19 +124,24 @@ def plan_resume(
         return ResumePlan(False, str(problem), "dataset" if dataset is not None else "nothing")
 
 
-def _plan_without_lengths(state: Any) -> ResumePlan:
+def _without_dataset(state: Any, saved: Saved, options: Options, ranks: int) -> ResumePlan:
+    """Plan the resume of what cannot be computed from the state alone."""
+    if saved.in_lanes:
+        note = "its pipeline was not checked: what is left of its sources is known with the dataset only (--dataset)."
+        size, lanes = options.batch_size * ranks, _lanes_of_ranks(saved["lanes"], ranks)
+        at = (saved["epoch"], saved["position"])
+        return ResumePlan(True, None, "nothing", *at, global_batch=size, lanes=lanes, notes=(note,))
     saved = parse(one_of(state, Shard()))
     note = "steps of batches by max_tokens depend on the lengths of rows. Pass the loader or dataset to see them."
     return ResumePlan(True, None, "nothing", saved["epoch"], saved.rows_before, saved["rows"], notes=(note,))
 
 
-def _planning(state: Any, dataset: Dataset | Loader | None) -> Planning:
+def _planning(state: Any, dataset: Dataset | Loader) -> Planning:
     """Return the settings of batches by tokens: those of a loader, or of the state by a column of the dataset."""
     if isinstance(dataset, Loader):
         if dataset.options.planning is None:
             raise ValueError("the state is of batches by max_tokens, and the loader has none. Pass max_tokens to it.")
         return dataset.options.planning
-    assert dataset is not None
     text = parse(one_of(state, Shard()))["budget"]
     budget = Budget(1, length=json.loads(text)[-1]).earlier(text)
     name = None if budget is None else dataset.pipeline.base.stored_column(budget.length)[0]
@@ -152,7 +157,12 @@ def _plan_steps(known: KnownState, options: Options, ranks: int, steps: int, mac
     if known.checked == "nothing":
         notes.append("its data was not found among the indexes on this machine, so it was not checked against any.")
     check_drop(known.rows, options, ranks)
-    plan, later = (_plan_from(one, known, options, ranks) for one in (cursor, cursor.next_epoch()))
+    plan, later = (
+        make_plan(replace(known.spec, shard=Shard(0, ranks)), options, one)
+        if known.spec is not None
+        else Plan.of(one, known.rows, options.batch_size, ranks, options.last_batch, known.undelivered(one))
+        for one in (cursor, cursor.next_epoch())
+    )
     check_equal_steps(plan, options, Shard(0, ranks))
     if cursor.begun and not plan.has(0):
         notes.append(f"epoch {cursor.epoch} is over: it continues with epoch {cursor.epoch + 1}.")
@@ -164,7 +174,19 @@ def _plan_steps(known: KnownState, options: Options, ranks: int, steps: int, mac
         batches.append(tuple(tuple(order.chosen(mine).tolist()) for mine in positions))
     taken = cursor.lane.taken
     position = plan.rows_before(taken)
-    common = ResumePlan(
+    left_out, padded, dropped = 0, 0, 0
+    if isinstance(plan, Plan):
+        dropped, padded, left_out = plan.done.before(known.rows) - plan.end, plan.padding, plan.left_out(ranks)
+        excluded = known.undelivered(cursor).count(taken, known.rows)
+        own = [range(m * ranks // machines, (m + 1) * ranks // machines) for m in range(machines)]
+        readings = [_reading(known, order, plan, ranks, one) for one in own]
+    else:
+        assert known.source is not None
+        left, excluded = known.rows - position, cursor.lane.done.count(taken, plan.count())
+        left_out = -(plan.count() - taken - excluded) % ranks if options.last_batch == "uneven" else 0
+        readings = [MachineReads((0, ranks - 1), left, None, int(left * known.source.bytes_per_row))]
+        notes.append("the global batch counts batches by max_tokens, one for each rank.")
+    return ResumePlan(
         accepted=True,
         problem=None,
         checked=known.checked,
@@ -174,46 +196,19 @@ def _plan_steps(known: KnownState, options: Options, ranks: int, steps: int, mac
         global_batch=options.batch_size * ranks,
         steps_left=len(plan),
         steps_per_epoch=len(later),
+        dropped=dropped,
+        padded=padded,
+        ranks_left_out=left_out,
         batches=tuple(batches),
-    )
-    if isinstance(plan, Plan):
-        own = [range(m * ranks // machines, (m + 1) * ranks // machines) for m in range(machines)]
-        return replace(
-            common,
-            dropped=plan.done.before(known.rows) - plan.end,
-            padded=plan.padding,
-            ranks_left_out=plan.left_out(ranks),
-            machines=tuple(_reading(known, order, plan, ranks, one) for one in own),
-            notes=tuple(notes),
-            excluded=known.undelivered(cursor).count(taken, known.rows),
-        )
-    assert known.source is not None
-    left, excluded = known.rows - position, cursor.lane.done.count(taken, plan.count())
-    return replace(
-        common,
-        ranks_left_out=-(plan.count() - taken - excluded) % ranks if options.last_batch == "uneven" else 0,
-        machines=(MachineReads((0, ranks - 1), left, None, int(left * known.source.bytes_per_row)),),
-        notes=(*notes, "the global batch counts batches by max_tokens, one for each rank."),
+        machines=tuple(readings),
+        notes=tuple(notes),
         excluded=excluded,
     )
 
 
-def _plan_from(cursor: Cursor, known: KnownState, options: Options, ranks: int) -> Plan | TokenPlan:
-    if known.spec is not None:
-        return make_plan(replace(known.spec, shard=Shard(0, ranks)), options, cursor)
-    return Plan.of(cursor, known.rows, options.batch_size, ranks, options.last_batch, known.undelivered(cursor))
-
-
-def _plan_lanes(
-    state: Any, dataset: Dataset | Loader | None, options: Options, ranks: int, machines: int
-) -> ResumePlan:
+def _plan_lanes(state: Any, dataset: Dataset | Loader, options: Options, ranks: int, machines: int) -> ResumePlan:
     """Plan the resume of a pipeline that changes the number of rows, by what is left of its lanes."""
     size, notes = options.batch_size * ranks, []
-    if dataset is None:
-        saved = parse(state[0] if isinstance(state, (list, tuple)) else state)
-        note = "its pipeline was not checked: what is left of its sources is known with the dataset only (--dataset)."
-        lanes, at = _lanes_of_ranks(saved["lanes"], ranks), (saved["epoch"], saved["position"])
-        return ResumePlan(True, None, "nothing", *at, global_batch=size, lanes=lanes, notes=(note,))
     resumed = load_global(state, dataset.pipeline)
     spec, cursor = resumed.spec, resumed.cursor
     if cursor.lanes_ended:

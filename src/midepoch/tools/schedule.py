@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -62,26 +61,6 @@ class SimulatedRun:
     """Phase and position at which all sources are used up, if that comes before the end of the schedule."""
 
 
-Draws = tuple[Mapping[int, float | None], Callable[[float], FloatArray]]
-"""By source the amount before the first draw for which it has no rows left; and a function that returns the rows of
-each source in the first draws of an amount.
-"""
-
-
-def _exact(turns: Turns, left: Mapping[int, float]) -> Draws:
-    """Return the draws as the run makes them, with constant weights, up to the next change of the schedule."""
-    ends = {source: draw_of(turns, source, int(rows)) for source, rows in left.items()}
-    return ends, lambda amount: count(turns, int(amount)).astype(np.float64)
-
-
-def _even(weights: Sequence[float], length: float, means: Sequence[float], left: Mapping[int, float]) -> Draws:
-    """Return draws in proportion to the weights, of rows that have the mean length of their source."""
-    of_draws = np.array(shares(weights))
-    rate: FloatArray = of_draws / float(of_draws @ np.array(means))
-    ends = {source: float(rows / rate[source]) for source, rows in left.items()}
-    return {source: end for source, end in ends.items() if end < length}, lambda amount: rate * amount
-
-
 def drawn(
     schedule: Schedule, names: Sequence[str], limits: Sequence[Limit], ranks: int, seed: int
 ) -> SimulatedRun | None:
@@ -112,8 +91,11 @@ def _simulated(
     means: Sequence[float],
     seed: int | None,
 ) -> SimulatedRun:
-    """Return the draws of a lane, with its own positions. Without a seed, they are in proportion to the weights."""
-    found = SimulatedRun(np.zeros((len(schedule.plan), len(names))))
+    """Return the draws of a lane, with its own positions: as the run makes them.
+
+    Without a seed, they are in proportion to the weights, of rows that have the mean length of their source.
+    """
+    run = SimulatedRun(np.zeros((len(schedule.plan), len(names))))
     left = {n: float(limit[0] * lane.before(limit[1])) for n, limit in enumerate(limits) if limit is not None}
     spent: set[int] = set()
     position: float = 0
@@ -125,31 +107,32 @@ def _simulated(
         while position < stop:
             active = tuple(0.0 if source in spent else weight for source, weight in enumerate(weights))
             if not any(active):
-                found.end = (phase, position)
-                return found
-            length = stop - position if stop < OPEN else None
-            of_active = {source: rows for source, rows in left.items() if active[source]}
-            if seed is None:
-                ends, rows_in = _even(active, math.inf if length is None else length, means, of_active)
-            else:
-                number, most = draw_number(segment, events), None if length is None else int(length)
-                ends, rows_in = _exact(Turns(active, most, seed, 0, lane.index, number), of_active)
-            beyond = min(((end, source) for source, end in ends.items() if end is not None), default=None)
-            if beyond is None and length is None:  # it has no end
-                found.rows[phase, np.array(active) > 0] = np.inf
-                found.endless = shares(active)
-                return found
-            amount = beyond[0] if beyond is not None else length or 0
-            rows = rows_in(amount)
-            found.rows[phase] += rows
-            left = {source: max(0.0, most - rows[source]) for source, most in left.items()}
-            position = position + amount if beyond is not None else stop
-            if beyond is not None:
-                spent.add(beyond[1])
+                run.end = (phase, position)
+                return run
+            length = stop - position if stop < OPEN else math.inf
+            rate = np.array(shares(active)) / float(np.array(shares(active)) @ np.array(means))
+            most, number = None if math.isinf(length) else int(length), draw_number(segment, events)
+            turns = None if seed is None else Turns(active, most, seed, 0, lane.index, number)
+            ends = []  # amounts before the first draw for which a source has no rows left
+            for source in (one for one in left if active[one]):
+                end = left[source] / rate[source] if turns is None else draw_of(turns, source, int(left[source]))
+                if end is not None and end < length:
+                    ends.append((float(end), source))
+            amount, used_up = min(ends, default=(length, -1))
+            if math.isinf(amount):
+                run.rows[phase, np.array(active) > 0] = np.inf
+                run.endless = shares(active)
+                return run
+            rows = rate * amount if turns is None else count(turns, int(amount))
+            run.rows[phase] += rows
+            left = {source: max(0.0, most - float(rows[source])) for source, most in left.items()}
+            position = stop if used_up < 0 else position + amount
+            if used_up >= 0:
+                spent.add(used_up)
                 events += 1
                 rest = [0.0 if source in spent else weight for source, weight in enumerate(weights)]
-                found.events.append(Event(beyond[1], phase, round(position), shares(rest)))
-    return found
+                run.events.append(Event(used_up, phase, round(position), shares(rest)))
+    return run
 
 
 def _joined(lanes: Sequence[SimulatedRun], ranks: int) -> SimulatedRun:
@@ -265,7 +248,14 @@ def plan_schedule(
         raise ValueError(
             f"source {unknown[0]!r} has no weight in any phase. The sources are {', '.join(schedule.names)}."
         )
-    datasets = {name: _opened(value) for name, value in given.items() if name in schedule.names}
+    for value in given.values():
+        if not isinstance(value, (Dataset, str, os.PathLike, list, tuple)):
+            raise TypeError(f"a source is a dataset or its paths, got {value!r:.60}")
+    datasets = {
+        name: value if isinstance(value, Dataset) else from_files(value)
+        for name, value in given.items()
+        if name in schedule.names
+    }
     columns = column if isinstance(column, Mapping) else dict.fromkeys(datasets, column)
     if others := [name for name in columns if name not in schedule.names]:
         raise ValueError(f"column of {others[0]!r}: the sources are {', '.join(schedule.names)}.")
@@ -277,50 +267,51 @@ def plan_schedule(
     if errors:
         within = ", ".join(f"{name} within {100 * error:.1f} %" for name, error in errors.items())
         notes.append(f"tokens are estimated from {_SAMPLE:,} rows of each source: {within}, with 95 % probability.")
-    caps = [
-        schedule.max_passes.get(name) if name in sizes and (means or schedule.unit == "rows") else None
-        for name in names
-    ]
-    limits = [None if most is None else (most, sizes[name].rows) for name, most in zip(names, caps, strict=True)]
-    exact = run = drawn(schedule, names, limits, ranks, seed) if schedule.unit == "rows" else None
+    in_rows = schedule.unit == "rows"
+    passes = schedule.max_passes if means or in_rows else {}
+    limits = [(passes[name], sizes[name].rows) if name in passes and name in sizes else None for name in names]
+    exact = drawn(schedule, names, limits, ranks, seed) if in_rows else None
     assumed = means or [1.0] * len(names)
-    if run is None:
-        run = estimated(schedule, names, limits, assumed)
-    lengths = assumed if schedule.unit == "tokens" else [sizes[name].mean if name in sizes else None for name in names]
-    rows_known = schedule.unit == "rows" or means is not None
-    uses = partial(_uses, names=names, sizes=sizes, lengths=lengths, rows_known=rows_known, endless=run.endless)
+    run = exact or estimated(schedule, names, limits, assumed)
+    lengths = [sizes[name].mean if name in sizes else None for name in names] if in_rows else assumed
+
+    def uses(rows: FloatArray) -> tuple[Use, ...]:
+        """Return the uses of the sources, given the rows of each."""
+        of_rows = np.array(run.endless) if np.isinf(rows).any() else rows / (rows.sum() or 1.0)
+        found = []
+        for name, taken, share, length in zip(names, rows.tolist(), of_rows.tolist(), lengths, strict=True):
+            known = in_rows or means is not None  # otherwise only their tokens are known
+            total = sizes[name].rows if name in sizes and known and not math.isinf(taken) else 0
+            tokens = None if length is None else _integer(taken * length)
+            found.append(Use(name, share, _integer(taken) if known else None, tokens, taken / total if total else None))
+        return tuple(found)
+
     phases = []
-    for number, one in enumerate(schedule.plan):
-        mine = uses(run.rows[number])
-        rows, tokens = _sum(use.rows for use in mine), _sum(use.tokens for use in mine)
-        stop = one.stop if one.stop < OPEN else None
+    for one, rows in zip(schedule.plan, run.rows, strict=True):
+        mine, stop = uses(rows), one.stop if one.stop < OPEN else None
+        sums = _sum(use.rows for use in mine), _sum(use.tokens for use in mine)
         shape = (one.global_batch_size, one.sequence_length)
-        phases.append(PhaseUse(one.name, one.start, stop, one.steps, *shape, rows, tokens, mine))
-    used_up = tuple(
-        Cap(
-            names[event.source],
-            schedule.max_passes[names[event.source]],
-            schedule.plan[event.phase].name,
-            event.position,
-            _step(schedule, event.position),
-            {name: share for name, share in zip(names, event.shares, strict=True) if share},
-        )
-        for event in run.events
-    )
+        phases.append(PhaseUse(one.name, one.start, stop, one.steps, *shape, *sums, mine))
+    caps = []
+    for event in run.events:
+        name, phase = names[event.source], schedule.plan[event.phase].name
+        rest = {other: share for other, share in zip(names, event.shares, strict=True) if share}
+        step = _step(schedule, event.position)
+        caps.append(Cap(name, schedule.max_passes[name], phase, event.position, step, rest))
     problem = _end(schedule, run, notes)
     return SchedulePlan(
-        schedule.unit,
-        exact is not None,
-        ranks,
-        _sum(one.steps for one in schedule.plan),
-        sizes,
-        tuple(phases),
-        uses(run.rows.sum(axis=0)),
-        used_up,
-        problem,
-        tuple(notes),
-        errors,
-        unchecked,
+        unit=schedule.unit,
+        exact=exact is not None,
+        ranks=ranks,
+        steps=_sum(one.steps for one in schedule.plan),
+        sizes=sizes,
+        phases=tuple(phases),
+        totals=uses(run.rows.sum(axis=0)),
+        caps=tuple(caps),
+        problem=problem,
+        notes=tuple(notes),
+        errors=errors,
+        unchecked=unchecked,
     )
 
 
@@ -352,14 +343,6 @@ def size_of(
     mean, unseen = float(counted.mean()), 1 - len(rows) / len(ds)
     error = 1.96 * float(counted.std()) * math.sqrt(unseen / len(rows)) / mean if mean else 0.0
     return SourceSize(len(ds), round(mean * len(ds))), error
-
-
-def _opened(value: Any) -> Dataset:
-    if isinstance(value, Dataset):
-        return value
-    if not isinstance(value, (str, os.PathLike, list, tuple)):
-        raise TypeError(f"a source is a dataset or its paths, got {value!r:.60}")
-    return from_files(value)
 
 
 def _means(
@@ -417,25 +400,6 @@ def _end(schedule: Schedule, run: SimulatedRun, notes: list[str]) -> str | None:
     )
 
 
-def _uses(
-    rows: FloatArray,
-    names: Sequence[str],
-    sizes: Mapping[str, SourceSize],
-    lengths: Sequence[float | None],
-    rows_known: bool,
-    endless: Sequence[float] | None,
-) -> tuple[Use, ...]:
-    """Return the uses of the sources, given the rows of each. ``rows_known``: otherwise only their tokens are known."""
-    shares = np.array(endless) if np.isinf(rows).any() else rows / (rows.sum() or 1.0)
-    uses = []
-    for name, taken, share, length in zip(names, rows.tolist(), shares.tolist(), lengths, strict=True):
-        total = sizes[name].rows if name in sizes and rows_known and not math.isinf(taken) else 0
-        tokens = None if length is None else _integer(taken * length)
-        passes = taken / total if total else None
-        uses.append(Use(name, share, _integer(taken) if rows_known else None, tokens, passes))
-    return tuple(uses)
-
-
 def _sum(values: Iterable[int | None]) -> int | None:
     found = list(values)
     return None if None in found else sum(value or 0 for value in found)
@@ -449,10 +413,10 @@ def _step(schedule: Schedule, position: int) -> int | None:
     """Return the complete steps before a position, if the batch sizes are known."""
     steps = 0
     for phase in schedule.plan:
-        if not phase.global_batch_size or (schedule.unit == "tokens" and not phase.sequence_length):
+        size = (phase.global_batch_size or 0) * (phase.sequence_length or 0 if schedule.unit == "tokens" else 1)
+        if not size:
             return None
-        size = phase.global_batch_size * (phase.sequence_length or 1 if schedule.unit == "tokens" else 1)
+        steps += (min(position, phase.stop) - phase.start) // size
         if position < phase.stop:
-            return steps + (position - phase.start) // size
-        steps += (phase.stop - phase.start) // size
+            break
     return steps

@@ -42,13 +42,8 @@ class Span:
 
     def then(self, other: Span) -> Span:
         """Return both as one. The time between them is not counted."""
-        return Span(
-            other.end,
-            other.epoch,
-            self.seconds + other.seconds,
-            self.waited + other.waited,
-            self.figures.plus(other.figures),
-        )
+        figures = self.figures.plus(other.figures)
+        return replace(other, seconds=self.seconds + other.seconds, waited=self.waited + other.waited, figures=figures)
 
     def rate(self, amount: int | None) -> float | None:
         return None if amount is None or self.seconds <= 0 else amount / self.seconds
@@ -70,18 +65,24 @@ class Span:
         return [round(self.end, 3), round(rows or 0.0, 2), share, round(self.seconds, 3), self.epoch, tokens]
 
 
-def _spans_of(one: Generation, rank: int) -> Iterator[Span]:
-    """Yield the time between the marks of a pass. It begins with the delivery of the first batch."""
-    began, marks = one.marks[rank]
-    before = Mark(1, 0, 0, Figures())
-    for mark in marks:
-        seconds = (mark.elapsed - before.elapsed) / 1000
-        if seconds <= 0 or mark.steps <= before.steps:
-            continue
-        figures = mark.figures.minus(before.figures)
-        waited = max(0, mark.waited - before.waited) / 1000
-        yield Span(began + mark.elapsed / 1000, one.shape.epoch, seconds, waited, figures)
-        before = mark
+def spans_by_rank(run: Run) -> dict[tuple[str, int], list[Span]]:
+    """Return by start and rank the times between the marks of its passes.
+
+    A pass begins with the delivery of its first batch.
+    """
+    found: dict[tuple[str, int], list[Span]] = defaultdict(list)
+    for one in run.every:
+        for rank, (began, marks) in one.marks.items():
+            before = Mark(1, 0, 0, Figures())
+            for mark in marks:
+                seconds = (mark.elapsed - before.elapsed) / 1000
+                if seconds <= 0 or mark.steps <= before.steps:
+                    continue
+                figures, waited = mark.figures.minus(before.figures), max(0, mark.waited - before.waited) / 1000
+                span = Span(began + mark.elapsed / 1000, one.shape.epoch, seconds, waited, figures)
+                found[one.shape.attempt, rank].append(span)
+                before = mark
+    return found
 
 
 def merged(spans: list[Span]) -> list[Span]:
@@ -98,46 +99,34 @@ def merged(spans: list[Span]) -> list[Span]:
     return found
 
 
-def spans_by_rank(run: Run) -> dict[tuple[str, int], list[Span]]:
-    """Return by start and rank the spans of all its passes."""
-    found: dict[tuple[str, int], list[Span]] = defaultdict(list)
-    for one in run.every:
-        for rank in one.marks:
-            found[one.shape.attempt, rank] += _spans_of(one, rank)
-    return found
-
-
 def curves(run: Run, starts: dict[str, int]) -> list[dict[str, Any]]:
     """Return by start and rank the points of ``Span``."""
     sizes = {one.shape.attempt: one.shape.ranks for one in run.every}
     by_start: dict[str, dict[int, list[Span]]] = defaultdict(dict)
     for (attempt, rank), spans in spans_by_rank(run).items():
-        if spans:
-            by_start[attempt][rank] = merged(spans)
+        by_start[attempt][rank] = merged(spans)
     found = []
     for attempt, of_rank in by_start.items():
-        about = {"start": starts[attempt], "ranks": sizes[attempt]}
         if sizes[attempt] > _MOST_RANKS:
-            points = {-1: _together(of_rank)}
-        else:
-            points = {rank: [span.point for span in spans] for rank, spans in sorted(of_rank.items())}
-        for rank, each in points.items():
-            found.append({**about, "rank": rank, "points": each[:: max(1, -(-len(each) // _MOST_POINTS))]})
+            of_rank = {-1: _together(of_rank)}
+        for rank, spans in sorted(of_rank.items()):
+            points = [span.point for span in spans[:: max(1, -(-len(spans) // _MOST_POINTS))]]
+            found.append({"start": starts[attempt], "ranks": sizes[attempt], "rank": rank, "points": points})
     return found
 
 
-def _together(curves: dict[int, list[Span]]) -> list[list[float | None]]:
+def _together(curves: dict[int, list[Span]]) -> list[Span]:
     """Return the sum of all ranks, and the mean of their waiting, in spans of ten seconds."""
     tens: dict[int, list[Span]] = defaultdict(list)
     for spans in curves.values():
         for span in spans:
             tens[int(span.end // 10)].append(span)
-    points = []
-    for ten, spans in sorted(tens.items()):
-        total = reduce(Span.then, spans)
-        of_all = replace(total, end=10.0 * ten, seconds=total.seconds / len(curves), waited=total.waited / len(curves))
-        points.append(of_all.point)
-    return points
+    sums = ((ten, reduce(Span.then, spans)) for ten, spans in sorted(tens.items()))
+    count = len(curves)
+    return [
+        replace(total, end=10.0 * ten, seconds=total.seconds / count, waited=total.waited / count)
+        for ten, total in sums
+    ]
 
 
 _STOP = re.compile(r"^mix\[(\w+)")
@@ -148,13 +137,13 @@ def sources(run: Run, one: Generation, steps: int) -> list[dict[str, Any]]:
 
     ``consumed`` is more than ``rows`` if a source is iterated again. ``weight``: its share of the outputs of a mix.
     """
-    order = run.lanes_of(one).order if one.lanes else run.order
+    order = run.order_of(one)
     if len(order.sources) < 2:
         return []
     about, mix = _description(order), one.first.header.mix
     current = None if mix is None else mix.weights_at(run.reached(one, steps))
     weights = [weight for _, weight in _leaves(about if current is None else {**about, "weights": current})]
-    consumed = _consumed(run, order, one, steps)
+    consumed = _consumed(order, one, steps)
     total = sum(consumed)
     return [
         {
@@ -175,8 +164,8 @@ def progress(run: Run, one: Generation, steps: int) -> float | None:
     if one.first.header.mix is not None and one.first.header.mix.schedule is not None:
         outputs = one.first.header.mix.schedule.plan[-1].outputs
         return min(1.0, run.reached(one, steps) / outputs) if outputs else None
-    order = run.lanes_of(one).order
-    counts = iter(zip(_consumed(run, order, one, steps), (source.rows for source in order.sources), strict=True))
+    order = run.order_of(one)
+    counts = iter(zip(_consumed(order, one, steps), (source.rows for source in order.sources), strict=True))
     return _progress(_description(order), counts)
 
 
@@ -201,10 +190,8 @@ def _description(order: KnownOrder) -> dict[str, Any]:
     return found
 
 
-def _consumed(run: Run, order: KnownOrder, one: Generation, steps: int) -> list[int]:
-    """Return by source the rows consumed in the epoch, over all lanes."""
-    if not one.lanes:
-        return [run.reached(one, steps)]
+def _consumed(order: KnownOrder, one: Generation, steps: int) -> list[int]:
+    """Return by source the rows consumed in the epoch, over all lanes of a pass that has some."""
     rows = [source.rows for source in order.sources]
     sums = [0] * len(rows)
     for place in _places(order, one, steps):
@@ -269,17 +256,20 @@ def now(run: Run, made: float) -> dict[str, Any]:
     attempt = run.every[-1].shape.attempt
     passes = [one for one in run.every if one.shape.attempt == attempt]
     last = passes[-1]
-    finished = run.is_finished(last)
-    of_rank = {rank: spans for (name, rank), spans in spans_by_rank(run).items() if name == attempt and spans}
+    finished, steps = run.is_finished(last), last.most_steps
+    of_rank = {rank: spans for (name, rank), spans in spans_by_rank(run).items() if name == attempt}
     latest = {rank: merged(spans)[-1] for rank, spans in of_rank.items()}
     ranks = [_rank(rank, passes, latest.get(rank), made) for rank in sorted({r for one in passes for r in one.steps})]
     state = min((one["state"] for one in ranks), key=_WORST.index)
     state = "finished" if state != "running" and finished else state
     every = last.shape.ranks == len(latest)
-    epoch = progress(run, last, max(last.steps.values()))
+    epoch = progress(run, last, steps)
     eta = _eta(run, last) if state in ("running", "quiet") and not finished else None
-    places = _places(run.lanes_of(last).order, last, max(last.steps.values())) if last.lanes else ()
+    places = _places(run.order_of(last), last, steps) if last.lanes else ()
     in_group = any(kind == "group" for place in places for kind, _ in place.part)  # outputs do not tell all its rows
+    mix, position = last.first.header.mix, run.reached(last, steps)
+    number = None if mix is None else mix.phase_at(position)
+    phase = None if mix is None or mix.schedule is None or number is None else mix.schedule.plan[number].name
     return {
         "state": state,
         "last": max(one["last"] for one in ranks),
@@ -288,7 +278,7 @@ def now(run: Run, made: float) -> dict[str, Any]:
         "batch": None if last.shape.batching.budget else last.shape.global_batch,
         "workers": last.workers,
         "epoch": last.shape.epoch,
-        "phase": _phase(run, last),
+        "phase": phase,
         "progress": 1.0 if finished else epoch,
         "progress_at_least": eta is None and not finished and in_group,
         "eta": eta,
@@ -297,15 +287,8 @@ def now(run: Run, made: float) -> dict[str, Any]:
         "waited": reduce(Span.then, latest.values()).waited_share if latest else None,
         **_work([span for spans in of_rank.values() for span in spans], here=not last.workers),
         "by_rank": ranks,
-        "sources": sources(run, last, max(last.steps.values())),
+        "sources": sources(run, last, steps),
     }
-
-
-def _phase(run: Run, last: Generation) -> str | None:
-    """Return the name of the phase of a schedule after the last step, if it is known."""
-    mix, position = last.first.header.mix, run.reached(last, last.most_steps)
-    number = None if mix is None else mix.phase_at(position)
-    return None if mix is None or mix.schedule is None or number is None else mix.schedule.plan[number].name
 
 
 def _rank(rank: int, passes: list[Generation], span: Span | None, made: float) -> dict[str, Any]:
@@ -335,8 +318,7 @@ def _state(age: float, pace: float, gone: bool | None) -> str:
 
 def _sum(latest: dict[int, Span], name: str) -> float | None:
     rates = [span.rate(getattr(span.figures, name)) for span in latest.values()]
-    known = [rate for rate in rates if rate is not None]
-    return sum(known) if known and len(known) == len(rates) else None
+    return sum(filter(None, rates)) if rates and None not in rates else None
 
 
 def _work(spans: list[Span], *, here: bool) -> dict[str, Any]:

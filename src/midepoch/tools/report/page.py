@@ -67,7 +67,12 @@ def collect(
         raise ValueError("labels are in the data: pass the dataset, too")
     folders = [] if run is None else [run] if isinstance(run, (str, Path)) else list(run)
     made = time.time()
-    runs = [(str(folder), one) for folder in folders for one in _runs(folder, stream)]
+    runs = [  # of several loaders that recorded in a folder, the one with the most steps first
+        (str(folder), one)
+        for folder in folders
+        for one in sorted(read_runs(folder), key=lambda run: -run.steps)
+        if stream in (None, one.stream, one.streams[one.stream])
+    ]
     if folders and not runs:
         raise DataNotFoundError(f"no loader {stream!r} recorded in {', '.join(map(str, folders))}.")
     data, shuffle = None, None
@@ -75,7 +80,11 @@ def collect(
         data, spec = _layout(dataset), dataset.pipeline
         if spec.numbered and len(dataset):
             shuffle = _shuffle(spec.order, spec.source.layout, dataset.epoch, batch_size, dataset, label)
-    found: dict[str, Any] = {
+    if checkpoints is None and len(folders) == 1:
+        folder = Path(folders[0]).expanduser()
+        beside = (folder / "checkpoints", folder.parent / "checkpoints")
+        checkpoints = next((one for one in beside if one.is_dir()), None)
+    return {
         "title": ", ".join(map(str, folders)) or _title(dataset),
         "made": made,
         "runs": [
@@ -83,18 +92,8 @@ def collect(
         ],
         "data": data,
         "shuffle": shuffle,
-        "checkpoints": None,
+        "checkpoints": None if checkpoints is None else _health(checkpoints, read_checkpoints),
     }
-    where = checkpoints if checkpoints is not None else _beside(folders[0] if len(folders) == 1 else None)
-    if where is not None:
-        found["checkpoints"] = _health(where, read_checkpoints)
-    return found
-
-
-def _runs(folder: str | Path, stream: str | None) -> list[Run]:
-    """Return the loaders that recorded in a folder, the one with the most steps first."""
-    runs = [one for one in read_runs(folder) if stream in (None, one.stream, one.streams[one.stream])]
-    return sorted(runs, key=lambda one: -one.steps)
 
 
 def _title(dataset: Dataset | None) -> str:
@@ -112,9 +111,9 @@ def _layout(ds: Dataset) -> dict[str, Any]:
         for file in source.files
     ]
     names = [f"source {number}" for number in range(len(sources))]
-    columns = [{"name": field.name, "type": str(field.type)} for field in ds.schema]
-    sums = {name: sum(file[name] for file in files) for name in ("blocks", "bytes")}
-    return {**_listed(files, names), "rows": ds.pipeline.rows, "columns": columns, **sums}
+    return _listed(
+        files, names, [{"name": field.name, "type": str(field.type)} for field in ds.schema], ds.pipeline.rows
+    )
 
 
 def _layout_of_run(run: Run) -> dict[str, Any]:
@@ -125,28 +124,27 @@ def _layout_of_run(run: Run) -> dict[str, Any]:
         for i, count in enumerate(np.diff(source.layout.file_starts)):
             name = names[i] if i < len(names) else f"file {i}"
             files.append({"name": name, "rows": int(count), "blocks": None, "bytes": None, "source": number})
-    rows = sum(source.rows for source in run.order.sources)
-    return {**_listed(files, names_of(run.order)), "rows": rows, "columns": None, "blocks": None, "bytes": None}
+    return _listed(files, names_of(run.order), None, sum(source.rows for source in run.order.sources))
 
 
-def _listed(files: list[dict[str, Any]], sources: list[str]) -> dict[str, Any]:
-    return {"files": len(files), "sources": sources, "list": _fewer(files)}
+def _listed(files: list[dict[str, Any]], sources: list[str], columns: Any, rows: int) -> dict[str, Any]:
+    """Return the layout of some files. Neighbouring files are merged if there are too many to draw."""
 
+    def sums(group: list[dict[str, Any]], *keys: str) -> dict[str, int | None]:
+        return {key: None if None in (of := [file[key] for file in group]) else sum(of) for key in keys}
 
-def _fewer(files: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Merge neighbouring files if there are too many to draw."""
-    size = -(-len(files) // _MOST_FILES)
-    if size <= 1:
-        return files
-    merged = []
-    for i in range(0, len(files), size):
-        group = files[i : i + size]
-        sums = {
-            key: None if group[0][key] is None else sum(one[key] for one in group)
-            for key in ("rows", "blocks", "bytes")
+    size = max(1, -(-len(files) // _MOST_FILES))
+    groups = [files[i : i + size] for i in range(0, len(files), size)]
+    merged = (
+        {
+            "name": f"{group[0]['name']} … {group[-1]['name']}",
+            "source": group[0]["source"],
+            **sums(group, "rows", "blocks", "bytes"),
         }
-        merged.append({"name": f"{group[0]['name']} … {group[-1]['name']}", "source": group[0]["source"], **sums})
-    return merged
+        for group in groups
+    )
+    about = {"files": len(files), "sources": sources, "list": files if size == 1 else list(merged)}
+    return {**about, "rows": rows, "columns": columns, **sums(files, "blocks", "bytes")}
 
 
 def _of_run(run: Run, ds: Dataset | None, label: str | None, made: float, *, alone: bool) -> dict[str, Any]:
@@ -179,7 +177,23 @@ def _of_run(run: Run, ds: Dataset | None, label: str | None, made: float, *, alo
         "seed": run.order.about["seed"],
         "pipeline": run.order.about["pipeline"],
         "epochs": [{**one, "pieces": pieces.get(one["epoch"], [])} for one in proof["epochs"]],
-        "passes": [_pass(run, one, starts[one.shape.attempt], one.key in kept) for one in run.every],
+        "passes": [
+            {
+                "start": starts[one.shape.attempt],
+                "epoch": one.shape.epoch,
+                "from": run.reached(one, 0),
+                "to": run.reached(one, one.most_steps),
+                "ranks": one.shape.ranks,
+                "batch": one.shape.global_batch,
+                "workers": one.workers,
+                "began": one.times[0],
+                "last": one.times[1],
+                "how": one.how,
+                "kept": one.key in kept,
+                "missing": len(one.missing),
+            }
+            for one in run.every
+        ],
         "speed": curves(run, starts),
         "now": now(run, made),
         "data": _layout_of_run(run) if ds is None else {**_layout(ds), "sources": names_of(run.order)},
@@ -193,44 +207,28 @@ def _shuffle(
     """Return the quality of a shuffle, by the values of a column of the dataset if both are given."""
     if isinstance(order.shuffle, Weighted):
         return None
-    labels = None if ds is None or label is None else _labels(ds, label, order.selection)
+    labels: Callable[[Int64Array], Any] | None = None
+    if ds is not None and label is not None:
+        everything = Order(Selection.of_ranges([(0, ds.pipeline.source.rows)]))
+        plain = Dataset(PipelineSpec.of(replace(ds.pipeline.base, order=everything)))
+        column = plain.select_columns([label]).with_format("arrow")
+
+        def labels(rows: Int64Array) -> Any:
+            return column[order.selection.source_rows(rows).tolist()][label].to_pylist()
+
     found = quality(order, layout, epoch, batch=batch, labels=labels)
     return {**found, "label": None if labels is None else label}
 
 
-def _labels(ds: Dataset, label: str, selection: Selection) -> Callable[[Int64Array], Any]:
-    """Return a function from rows of a selection of the files to the values of a column."""
-    everything = Order(Selection.of_ranges([(0, ds.pipeline.source.rows)]))
-    plain = (
-        Dataset(PipelineSpec.of(replace(ds.pipeline.base, order=everything)))
-        .select_columns([label])
-        .with_format("arrow")
-    )
-    return lambda rows: plain[selection.source_rows(rows).tolist()][label].to_pylist()
-
-
-def _beside(run: str | Path | None) -> Path | None:
-    if run is None:
-        return None
-    folder = Path(run).expanduser()
-    return next((one for one in (folder / "checkpoints", folder.parent / "checkpoints") if one.is_dir()), None)
-
-
 def _health(where: str | Path, read: bool) -> dict[str, Any]:
-    folder = Path(Address(str(where)).public).name
+    found = {"folder": Path(Address(str(where)).public).name, "steps": [], "more": 0, "read": read, "problem": None}
     try:
         saved = PipelineCheckpoint(where, rank=0, world_size=1)
         steps = saved.steps()
     except (MidepochError, OSError) as problem:
-        return {"folder": folder, "steps": [], "more": 0, "read": read, "problem": str(problem)}
-    shown = [step_health(saved, step, read=read) for step in steps[-_MOST_CHECKPOINTS:]]
-    return {
-        "folder": folder,
-        "steps": [vars(one) for one in shown],
-        "more": len(steps) - len(shown),
-        "read": read,
-        "problem": None,
-    }
+        return {**found, "problem": str(problem)}
+    shown = [vars(step_health(saved, step, read=read)) for step in steps[-_MOST_CHECKPOINTS:]]
+    return {**found, "steps": shown, "more": len(steps) - len(shown)}
 
 
 def proof_of(run: Run) -> dict[str, Any]:
@@ -257,24 +255,15 @@ def _pieces(run: Run, starts: dict[str, int], kept: set[Any]) -> dict[int, list[
     """Return by epoch the positions that each pass delivered: kept, or repeated after a crash."""
     found: dict[int, list[dict[str, Any]]] = defaultdict(list)
     for one in [*run.generations, *(one for one in run.every if one.key not in kept)]:
-        about = {"start": starts[one.shape.attempt], "ranks": one.shape.ranks}
-        found[one.shape.epoch] += [
-            {**about, "from": first, "to": stop, "share": share, "again": again}
-            for first, stop, share, again in _parts(run, one, one.kept_steps if one.key in kept else 0)
-            if stop > first
-        ]
-    return {epoch: _joined(pieces) for epoch, pieces in found.items()}
-
-
-def _joined(pieces: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return pieces of one start that follow each other as one: a pass may have been left and continued."""
-    joined: list[dict[str, Any]] = []
-    for piece in pieces:
-        if joined and piece == {**joined[-1], "from": joined[-1]["to"], "to": piece["to"]}:
-            joined[-1] = {**piece, "from": joined[-1]["from"]}
-        else:
-            joined.append(piece)
-    return joined
+        pieces = found[one.shape.epoch]
+        for first, stop, share, again in _parts(run, one, one.kept_steps if one.key in kept else 0):
+            about = {"start": starts[one.shape.attempt], "ranks": one.shape.ranks, "share": share, "again": again}
+            piece = {**about, "from": first, "to": stop}
+            if pieces and piece == {**pieces[-1], "from": pieces[-1]["to"], "to": stop}:
+                pieces[-1]["to"] = stop  # a pass may have been left and continued
+            elif stop > first:
+                pieces.append(piece)
+    return found
 
 
 def _parts(run: Run, one: Generation, kept_steps: int) -> list[tuple[int, int, float, bool]]:
@@ -292,23 +281,6 @@ def _parts(run: Run, one: Generation, kept_steps: int) -> list[tuple[int, int, f
     begin, by_all, by_some, made = (run.reached(one, steps) for steps in (0, common, most, one.most_steps))
     ahead = sum(count > common for count in one.steps.values()) / one.shape.ranks
     return [(begin, by_all, 1.0, False), (by_all, by_some, ahead, False), (by_some, made, 1.0, True)]
-
-
-def _pass(run: Run, one: Generation, start: int, kept: bool) -> dict[str, Any]:
-    return {
-        "start": start,
-        "epoch": one.shape.epoch,
-        "from": run.reached(one, 0),
-        "to": run.reached(one, one.most_steps),
-        "ranks": one.shape.ranks,
-        "batch": one.shape.global_batch,
-        "workers": one.workers,
-        "began": one.times[0],
-        "last": one.times[1],
-        "how": one.how,
-        "kept": kept,
-        "missing": len(one.missing),
-    }
 
 
 @hinted()
@@ -334,10 +306,21 @@ def quality(
 
     ``labels``: the classes of rows, if known.
     """
-    seed = order.shuffle.seed if order.shuffle is not None else 0
-    true = replace(order, shuffle=Shuffle(seed, "rows"), lanes=1)
+    shuffle, rows = order.shuffle, len(order)
+    seed = shuffle.seed if shuffle is not None else 0
     of_row, name = _classes(order, layout, labels)
-    shuffle = order.shuffle
+
+    def judged(one: Order) -> dict[str, Any]:
+        of_epoch = one.at(epoch, layout)
+        positions = _evenly(rows - 1, min(rows, _PICTURE))
+        # Counts by cell: position from left to right, row of the data from top to bottom.
+        x, y = positions * _CELLS // rows, of_epoch.chosen(positions) * _CELLS // rows
+        return {
+            "picture": np.bincount(y * _CELLS + x, minlength=_CELLS * _CELLS).tolist(),
+            "serial": _serial(of_epoch, rows),
+            "imbalance": _imbalance(of_epoch, rows, batch, of_row),
+        }
+
     return {
         "scope": shuffle.scope if shuffle else "none",
         "window": shuffle.window if isinstance(shuffle, Shuffle) and shuffle.scope == "window" else None,
@@ -347,26 +330,16 @@ def quality(
         "batch": batch,
         "classes": name,
         "cells": _CELLS,
-        "mine": _judged(order.at(epoch, layout), len(order), batch, of_row),
-        "true": _judged(true.at(epoch, layout), len(order), batch, of_row),
-        "noise": 2 / float(np.sqrt(max(1, min(len(order), _RUNS * _RUN)))),
-        "spans": None if len(order) <= _RUN else [min(_RUNS, len(order) - _RUN + 1), _RUN],
+        "mine": judged(order),
+        "true": judged(replace(order, shuffle=Shuffle(seed, "rows"), lanes=1)),
+        "noise": 2 / float(np.sqrt(max(1, min(rows, _RUNS * _RUN)))),
+        "spans": None if rows <= _RUN else [min(_RUNS, rows - _RUN + 1), _RUN],
     }
 
 
-def _judged(order: EpochOrder, rows: int, batch: int, of_row: Callable[[Int64Array], Int64Array]) -> dict[str, Any]:
-    return {
-        "picture": _picture(order, rows),
-        "serial": _serial(order, rows),
-        "imbalance": _imbalance(order, rows, batch, of_row),
-    }
-
-
-def _picture(order: EpochOrder, rows: int) -> list[int]:
-    """Return counts by cell: position from left to right, row of the data from top to bottom."""
-    positions = np.unique(np.linspace(0, rows - 1, min(rows, _PICTURE)).astype(np.int64))
-    x, y = positions * _CELLS // rows, order.chosen(positions) * _CELLS // rows
-    return [int(count) for count in np.bincount(y * _CELLS + x, minlength=_CELLS * _CELLS)]
+def _evenly(last: int, count: int) -> Int64Array:
+    """Return numbers from 0 to the last one, spread evenly, without repetition."""
+    return np.unique(np.linspace(0, last, count).astype(np.int64))
 
 
 def _serial(order: EpochOrder, rows: int) -> list[list[float]]:
@@ -376,7 +349,7 @@ def _serial(order: EpochOrder, rows: int) -> list[list[float]]:
     means that the rows are unrelated.
     """
     length = min(rows, _RUN)
-    starts = np.unique(np.linspace(0, rows - length, _RUNS).astype(np.int64))
+    starts = _evenly(rows - length, _RUNS)
     runs = [order.chosen(np.arange(start, start + length)).astype(np.float64) for start in starts]
     correlations = []
     for lag in _LAGS:
@@ -395,7 +368,7 @@ def _imbalance(order: EpochOrder, rows: int, batch: int, of_row: Callable[[Int64
     """Return the difference between the classes of some batches and of the data: 0 is equal, 1 nothing in common."""
     batch = max(1, min(batch, rows))
     whole = max(1, rows // batch)
-    starts = np.unique(np.linspace(0, whole - 1, min(whole, _BATCHES)).astype(np.int64)) * batch
+    starts = _evenly(whole - 1, min(whole, _BATCHES)) * batch
     positions = (starts[:, None] + np.arange(batch)).ravel()
     classes = of_row(order.chosen(positions)).reshape(len(starts), batch)
     # Drawn, not every n-th: labels may alternate.
@@ -413,17 +386,9 @@ def _classes(
     """Return a function from row numbers (of the dataset) to classes from 0 on, and the names of the classes."""
     if labels is not None:
         known: dict[Any, int] = {}
-
-        def by_label(rows: Int64Array) -> Int64Array:
-            return np.array([known.setdefault(value, len(known)) for value in labels(rows)], dtype=np.int64)
-
-        return by_label, "label"
+        return lambda rows: np.array([known.setdefault(one, len(known)) for one in labels(rows)], np.int64), "label"
     if len(layout.file_starts) > 2:
-        files = layout.file_starts
-
-        def by_file(rows: Int64Array) -> Int64Array:
-            return files.searchsorted(order.selection.source_rows(rows), side="right") - 1
-
-        return by_file, "file"
+        source_rows, files = order.selection.source_rows, layout.file_starts
+        return lambda rows: files.searchsorted(source_rows(rows), side="right") - 1, "file"
     total = len(order)
     return lambda rows: rows * _TENTHS // max(1, total), "tenth of the data"

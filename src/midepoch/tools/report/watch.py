@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
@@ -35,21 +36,17 @@ class Watch:
 
     def __init__(self, look: Callable[[], dict[str, Any]], host: str, port: int, token: str | None = None) -> None:
         self._look, self._host = look, host
-        self._lock, self._turn = threading.Lock(), threading.Lock()
-        self._serves = self._closed = False
+        self._lock, self._serving = threading.Lock(), threading.Lock()
+        self._closed = False
         self._found: tuple[float, bytes] | None = None
-        self._local = is_own(host)
-        self.token = token or (None if self._local else secrets.token_urlsafe(24))
-        watch = self
-
-        class Handler(_Handler):
-            watch_ = watch
+        self.token = token or (None if is_own(host) else secrets.token_urlsafe(24))
 
         class Server(ThreadingHTTPServer):
             address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
             daemon_threads = True
+            timeout = 0.2
 
-        self._server = Server((host, port), Handler)
+        self._server = Server((host, port), partial(_Handler, self))
 
     @property
     def port(self) -> int:
@@ -63,19 +60,14 @@ class Watch:
 
     def serve(self) -> None:
         """Serve until interrupted or closed."""
-        with self._turn:
-            if self._closed:
-                return
-            self._serves = True
-        with suppress(KeyboardInterrupt):
-            self._server.serve_forever(poll_interval=0.2)
+        with self._serving, suppress(KeyboardInterrupt):
+            while not self._closed:
+                self._server.handle_request()  # for up to 0.2 s
 
     def close(self) -> None:
-        with self._turn:
-            self._closed = True
-        if self._serves:  # else it would wait indefinitely for the end of that
-            self._server.shutdown()
-        self._server.server_close()
+        self._closed = True
+        with self._serving:
+            self._server.server_close()
 
     def __enter__(self) -> Watch:
         return self
@@ -103,24 +95,26 @@ class Watch:
 
 
 class _Handler(BaseHTTPRequestHandler):
-    watch_: Watch
     timeout = 30
     server_version = "midepoch"
     sys_version = ""
 
+    def __init__(self, watch: Watch, *request: Any) -> None:
+        self._watch = watch
+        super().__init__(*request)
+
     def do_GET(self) -> None:
         url = urlsplit(self.path)
         given = parse_qs(url.query).get("token", [""])[0]
-        if not self.watch_.admits(self.headers.get("Host"), given):
-            self._answer(
-                403, "text/plain", b"the token is missing or wrong, or the address is not this machine's own\n"
-            )
+        if not self._watch.admits(self.headers.get("Host"), given):
+            problem = "the token is missing or wrong, or the address is not this machine's own\n"
+            self._answer(403, "text/plain", problem.encode())
             return
         try:
             if url.path == "/":
-                self._answer(200, "text/html", render(json.loads(self.watch_.numbers()), live=True).encode())
+                self._answer(200, "text/html", render(json.loads(self._watch.numbers()), live=True).encode())
             elif url.path == "/data.json":
-                self._answer(200, "application/json", self.watch_.numbers())
+                self._answer(200, "application/json", self._watch.numbers())
             else:
                 self._answer(404, "text/plain", b"there is / and /data.json\n")
         except (MidepochError, OSError, ValueError) as problem:
