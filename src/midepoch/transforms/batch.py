@@ -134,15 +134,15 @@ class Batch:
             return self
         columns = {name: cut(column, start, stop) for name, column in self.columns.items()}
         documents = None if self.documents is None else self.documents.slice(start, min(stop, len(self)))
-        return self._at(slice(start, stop), columns, self.owned, documents)
+        return self.part(slice(start, stop), columns, self.owned, documents)
 
     def keep(self, places: Int64Array) -> Batch:
         """Return the batch with only the rows at these places."""
         columns = {name: pick(column, places) for name, column in self.columns.items()}
         documents = None if self.documents is None else self.documents.keep(places)
-        return self._at(places, columns, True, documents)
+        return self.part(places, columns, True, documents)
 
-    def _at(self, places: Any, columns: dict[str, Any], owned: bool, documents: DocumentTable | None) -> Batch:
+    def part(self, places: Any, columns: dict[str, Any], owned: bool, documents: DocumentTable | None) -> Batch:
         """Return the rows at some places, given what is not one array of all rows."""
         ordinals = None if self.ordinals is None else self.ordinals[places]
         leaves = self.leaves if isinstance(self.leaves, int) else self.leaves[places]
@@ -166,7 +166,7 @@ class Batch:
         if self.ordinals is not None:
             ordinals = with_ordinals(self.ordinals[parents], ordinals + 1)  # 0 would leave some ordinals unchanged
         documents = None if self.documents is None else self.documents.keep(parents)
-        return replace(self._at(parents, columns, False, documents), nullable={}, ordinals=ordinals)
+        return replace(self.part(parents, columns, False, documents), nullable={}, ordinals=ordinals)
 
 
 def _bytes_of(column: Any) -> int:

@@ -20,7 +20,7 @@ from midepoch.errors import MapError
 from midepoch.transforms.arrow_values import as_arrow
 from midepoch.transforms.batch import Batch
 from midepoch.transforms.formats import ITEM
-from midepoch.transforms.function import RunContext, failed
+from midepoch.transforms.function import RunContext, failed, name_of
 from midepoch.transforms.map import Map, TableColumns
 
 NAME_COLUMNS = "Name its parts when you open it: from_map_style(ds, columns=['x', 'y'])."
@@ -70,7 +70,7 @@ class Transform:
 
     @property
     def __name__(self) -> str:
-        return getattr(self.function, "__name__", None) or type(self.function).__name__
+        return name_of(self.function)
 
     def __call__(self, row: Mapping[str, Any]) -> Any:
         result = self.function({name: [value] for name, value in row.items()})
@@ -239,7 +239,7 @@ class OfItem:
 
     @property
     def __name__(self) -> str:
-        return getattr(self.function, "__name__", None) or type(self.function).__name__
+        return name_of(self.function)
 
     @property
     def outputs(self) -> tuple[str, ...]:

@@ -12,13 +12,14 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from midepoch._internal.hints import warn_once
 from midepoch.errors import ColumnError, MapError
 from midepoch.sources.filters import Filter, comparable
 from midepoch.sources.schemas import taken
 from midepoch.transforms.arrow_values import as_arrow, flat_numbers
 from midepoch.transforms.batch import Batch, join
 from midepoch.transforms.formats import arrow_column, present, present_rows
-from midepoch.transforms.function import Function, RunContext, returned_nothing
+from midepoch.transforms.function import Function, RunContext
 
 if TYPE_CHECKING:
     import pyarrow.compute as pc
@@ -36,8 +37,7 @@ class FilterRows(Function):
     kind: ClassVar[str] = "filter"
 
     def apply(self, batch: Batch, run: RunContext) -> Batch:
-        given = self.given(batch)
-        kept = self.seeded(given, run, lambda run: (self._groups if self.batched else self._rows)(given, run))
+        kept = self.computed(batch, run)
         return batch if len(kept) == len(batch) else batch.keep(np.array(kept, dtype=np.int64))
 
     def _rows(self, given: Batch, run: RunContext) -> list[int]:
@@ -62,7 +62,7 @@ class FilterRows(Function):
             remedy = ". Call it" if callable(result) else "" if isinstance(result, Mapping) else ". Use any() or all()"
             raise MapError(f"a filter must return True or False, it returned a {type(result).__name__}{remedy}")
         if result is None:
-            returned_nothing(self.call, "which leaves the row out. Return True or False.")
+            warn_once("%s returned None, which leaves the row out. Return True or False.", self.call)
         try:
             return bool(result)
         except (ValueError, RuntimeError) as problem:  # an array of several values
@@ -76,8 +76,8 @@ class FilterRows(Function):
         return result
 
     def _groups(self, given: Batch, run: RunContext) -> list[int]:
-        results = self.on_groups(given, run)
-        return [start + i for start, _, result in results for i, kept in enumerate(result) if kept]
+        groups = self.on_groups(given, run)
+        return [start + i for start, _, result in groups for i, kept in enumerate(result) if kept]
 
 
 @dataclass(frozen=True, eq=False)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -19,26 +18,16 @@ from midepoch.transforms.batch import Batch, check_columns
 from midepoch.transforms.formats import ITEM, Allocate, can_repeat, finish, own_copy, present, present_rows, unshared
 from midepoch.transforms.generators import Generators, Seeds, torch_generator
 
-T = TypeVar("T")
 _log = logging.getLogger("midepoch")
-
-
-@functools.lru_cache(maxsize=256)
-def returned_nothing(call: str, consequence: str) -> None:
-    """Log, once for each function, that it returned None."""
-    _log.warning("%s returned None, %s", call, consequence)
 
 
 _MANY = 16
 """Rows from which all keys are computed in one call."""
 
 
-def _uncounted(rows: int) -> None:
-    """Do not count skipped rows."""
-
-
-def _same(rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    return rows
+def name_of(function: Any) -> str:
+    """Return the name of a function, or of the class of a callable object."""
+    return getattr(function, "__name__", None) or type(function).__name__
 
 
 @dataclass(frozen=True)
@@ -55,9 +44,9 @@ class RunContext:
     path: int = 0
     generators: Generators = field(default_factory=Generators)
     seeds: Seeds | None = None
-    skipped: Callable[[int], None] = field(default=_uncounted)
+    skipped: Callable[[int], None] = field(default=lambda _: None)
     """Called with the number of rows that failed and were skipped."""
-    source_rows: Callable[[npt.NDArray[np.int64]], npt.NDArray[np.int64]] = field(default=_same)
+    source_rows: Callable[[npt.NDArray[np.int64]], npt.NDArray[np.int64]] = field(default=lambda rows: rows)
     """Returns the numbers in the source of rows of the dataset."""
     collect: Allocate | None = None
     """For the last function: where to put arrays of its rows, which become one array each. None: they stay apart."""
@@ -84,7 +73,7 @@ class Function:
 
     @property
     def name(self) -> str:
-        return getattr(self.function, "__name__", None) or type(self.function).__name__
+        return name_of(self.function)
 
     @property
     def call(self) -> str:
@@ -95,28 +84,37 @@ class Function:
         """True if the function gets a list of each column."""
         return self.batched or getattr(self.function, "gets_lists", False)
 
-    def given(self, batch: Batch) -> Batch:
-        """Return the columns for the function. They are not owned, so that its writes do not change the batch."""
+    def computed(self, batch: Batch, run: RunContext) -> Any:
+        """Return what ``_rows`` or ``_groups`` make of a batch, while the global generators are seeded.
+
+        They get the columns for the function. These are not owned, so that its writes do not change the batch.
+        """
         used = self.input_columns if self.input_columns is not None else tuple(batch.columns)
         check_columns(used, list(batch.columns), self.call)
-        return replace(batch, columns={name: batch.columns[name] for name in used}, owned=False)
+        given = replace(batch, columns={name: batch.columns[name] for name in used}, owned=False)
+        action = self._groups if self.batched else self._rows
+        if not self.seed_globals:
+            return action(given, run)
+        return run.generators.run(
+            self,
+            ("functions", self.number, run.epoch),
+            lambda seeds: action(given, run if seeds is None else replace(run, seeds=seeds)),
+            repeatable=self.on_error != "skip" and can_repeat(given),  # skipped rows are counted once
+        )
+
+    def _rows(self, given: Batch, run: RunContext) -> Any:
+        """Return the results of calls for each row."""
+        return self.on_rows(given, run)
+
+    def _groups(self, given: Batch, run: RunContext) -> Any:
+        """Return the results of calls for groups of rows."""
+        return self.on_groups(given, run)
 
     def fresh(self, given: Batch) -> Batch:
         """Return the batch for one attempt: a copy if failures are skipped, since a second attempt needs the same
         values.
         """
         return unshared(given) if self.on_error == "skip" else given
-
-    def seeded(self, given: Batch, run: RunContext, action: Callable[[RunContext], T]) -> T:
-        """Return the result of ``action``, which calls the function for these rows with seeded global generators."""
-        if not self.seed_globals:
-            return action(run)
-        return run.generators.run(
-            self,
-            ("functions", self.number, run.epoch),
-            lambda seeds: action(run if seeds is None else replace(run, seeds=seeds)),
-            repeatable=self.on_error != "skip" and can_repeat(given),  # skipped rows are counted once
-        )
 
     def on_rows(
         self, given: Batch, run: RunContext, take: Callable[[Any], Any] | None = None, rows: list[Any] | None = None
