@@ -45,10 +45,6 @@ class Encoded:
     def take(self, places: Int64Array) -> Encoded:
         return Encoded(self.name, taken(self.array, places), self.schema)
 
-    @property
-    def null_count(self) -> int:
-        return int(self.array.null_count)
-
     def decodes(self, place: int) -> bool:
         """Return True if one row can be decoded."""
         try:
@@ -213,21 +209,14 @@ def join(parts: Sequence[Batch]) -> Batch:
         ordinals = np.concatenate(
             [np.zeros(len(part), np.int64) if part.ordinals is None else part.ordinals for part in found]
         )
+    leaves = first.leaves
+    if any(not isinstance(part.leaves, int) or part.leaves != leaves for part in found):
+        leaves = np.concatenate([np.broadcast_to(np.asarray(part.leaves, np.int16), len(part)) for part in found])
+    documents = None
+    if any(part.documents is not None for part in found):
+        documents = DocumentTable.join([part.traced for part in found])
     rows, places = (np.concatenate(arrays) for arrays in zip(*((p.rows, p.places) for p in found), strict=True))
-    return Batch(columns, rows, places, True, nullable, ordinals, _join_leaves(found), _join_documents(found))
-
-
-def _join_leaves(parts: Sequence[Batch]) -> int | Int16Array:
-    first = parts[0].leaves
-    if isinstance(first, int) and all(isinstance(part.leaves, int) and part.leaves == first for part in parts):
-        return first
-    return np.concatenate([np.broadcast_to(np.asarray(part.leaves, np.int16), len(part)) for part in parts])
-
-
-def _join_documents(parts: Sequence[Batch]) -> DocumentTable | None:
-    if all(part.documents is None for part in parts):
-        return None
-    return DocumentTable.join([part.traced for part in parts])
+    return Batch(columns, rows, places, True, nullable, ordinals, leaves, documents)
 
 
 def alike(batches: Sequence[Batch]) -> bool:
@@ -284,8 +273,10 @@ def pick(column: Any, places: Int64Array) -> Any:
         return {name: pick(inner, places) for name, inner in column.items()}
     if isinstance(column, np.ndarray):
         return column[places]
-    if hasattr(column, "take") and hasattr(column, "null_count"):
-        return column.take(places) if isinstance(column, Encoded) else taken(column, places)
+    if isinstance(column, Encoded):
+        return column.take(places)
+    if isinstance(column, (pa.Array, pa.ChunkedArray)):
+        return taken(column, places)
     torch = loaded("torch")
     if torch is not None and isinstance(column, torch.Tensor):
         return column[torch.from_numpy(places)]

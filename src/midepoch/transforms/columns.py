@@ -186,7 +186,7 @@ def common_type(a: pa.DataType, b: pa.DataType) -> pa.DataType | None:
         return None if wide.kind == "f" else pa.from_numpy_dtype(wide)
     if t.is_floating(a) and t.is_floating(b):
         return a if a.bit_width >= b.bit_width else b
-    for family in (_TEXT, _BINARY):
+    for family in (TEXT, BINARY):
         if a in family and b in family:
             return family[family[1] in (a, b)]
     if is_list(a) and is_list(b):
@@ -203,8 +203,8 @@ def common_type(a: pa.DataType, b: pa.DataType) -> pa.DataType | None:
     return a if a.equals(b) else None
 
 
-_TEXT = (pa.string(), pa.large_string(), pa.string_view())
-_BINARY = (pa.binary(), pa.large_binary(), pa.binary_view())
+TEXT = (pa.string(), pa.large_string(), pa.string_view())
+BINARY = (pa.binary(), pa.large_binary(), pa.binary_view())
 
 
 def _list_of(item: pa.DataType, a: pa.DataType, b: pa.DataType) -> pa.DataType:

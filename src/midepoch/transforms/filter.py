@@ -85,7 +85,6 @@ class FilterExpression:
     """One call of ``filter`` with an expression. Null counts as false."""
 
     expression: pc.Expression
-    on_error: str = "raise"
 
     def apply(self, batch: Batch, run: RunContext) -> Batch:  # noqa: ARG002
         return self.apply_to([batch], self.mask([batch]))

@@ -26,7 +26,7 @@ from midepoch._native import best_fit as fitted
 from midepoch._native import copy_ranges, fill_ranges, number_concatenated, number_ranges
 from midepoch.errors import ColumnError, MapError
 from midepoch.order.schedule import Schedule
-from midepoch.transforms.arrow_values import as_arrow, flat_numbers, is_list, is_number, items
+from midepoch.transforms.arrow_values import as_arrow, flat_numbers, is_list, is_number, items, list_ends
 from midepoch.transforms.batch import Encoded, check_columns
 from midepoch.transforms.formats import array_of
 from midepoch.transforms.provenance import Pieces, sorted_pieces
@@ -75,11 +75,7 @@ def _of_arrow(name: str, column: pa.Array, rows: Int64Array) -> NumberLists | No
         column, kind = column.cast(pa.large_list(kind.value_field)), pa.large_list(kind.value_field)
     if not is_list(kind) or not (is_number(kind.value_type) or pt.is_boolean(kind.value_type)):
         return None
-    if pt.is_fixed_size_list(kind):
-        lengths = np.full(len(column), kind.list_size, np.int64)
-    else:
-        lengths = np.diff(flat_numbers(column.offsets).astype(np.int64))
-    values = items(column)
+    lengths, values = np.diff(list_ends(column).astype(np.int64)), items(column)
     if column.null_count:  # values at null lists are arbitrary
         lengths, values = np.where(flat_numbers(column.is_null()), 0, lengths), column.flatten()
     if values.null_count:
@@ -334,17 +330,23 @@ def concatenated(parts: Sequence[Documents], spec: PackSpec, packs: int, length:
         starts = starts[starts < total]
         used = np.minimum(total - np.arange(packs) * length, length)
         columns["cu_seqlens"] = _edges(starts // length, starts % length, used)
-    _add_labels(columns, spec)
-    return _as_arrow(columns, length)
+    return _sequences(columns, spec, length)
 
 
-def _add_labels(columns: dict[str, Any], spec: PackSpec) -> None:
-    """Add labels, which the loss ignores where they are -100: at padding and, if requested, where a document begins."""
+def _sequences(columns: dict[str, Any], spec: PackSpec, length: int) -> dict[str, pa.Array]:
+    """Return sequences as Arrow columns, like those that are read from files. Nothing is copied.
+
+    Labels are added, which the loss ignores where they are -100: at padding and, if requested, where a document begins.
+    """
     if spec.labels:
         columns[LABELS] = labels = columns[spec.column].astype(np.int64)
         labels[columns["segment_ids"] == 0] = IGNORED
     if spec.mask_first:
         columns[LABELS][columns["position_ids"] == 0] = IGNORED
+    return {
+        name: values if isinstance(values, pa.Array) else pa.FixedSizeListArray.from_arrays(as_arrow(values), length)
+        for name, values in columns.items()
+    }
 
 
 def best_fit(documents: Documents, spec: PackSpec) -> tuple[dict[str, Any], Int64Array, int, Callable[[], Pieces]]:
@@ -389,9 +391,8 @@ def best_fit(documents: Documents, spec: PackSpec) -> tuple[dict[str, Any], Int6
     if spec.cu_seqlens:
         order = np.argsort(rows, kind="stable")
         columns["cu_seqlens"] = _edges(rows[order], offsets[order], length - rooms)
-    _add_labels(columns, spec)
     pieces = partial(sorted_pieces, rows, numbers, owners, into, sizes)
-    return _as_arrow(columns, length), owners[numbers == 1], int(sizes.sum()), pieces
+    return _sequences(columns, spec, length), owners[numbers == 1], int(sizes.sum()), pieces
 
 
 def _edges(rows: Int64Array, starts: Int64Array, stops: Int64Array) -> pa.Array:
@@ -401,11 +402,3 @@ def _edges(rows: Int64Array, starts: Int64Array, stops: Int64Array) -> pa.Array:
     bounds[np.arange(len(rows)) + rows] = starts
     bounds[ends - 1] = stops
     return pa.ListArray.from_arrays(as_arrow(np.append(0, ends).astype(np.int32)), as_arrow(bounds))
-
-
-def _as_arrow(columns: dict[str, Any], length: int) -> dict[str, pa.Array]:
-    """Return sequences as Arrow columns, like those that are read from files. Nothing is copied."""
-    return {
-        name: values if isinstance(values, pa.Array) else pa.FixedSizeListArray.from_arrays(as_arrow(values), length)
-        for name, values in columns.items()
-    }
