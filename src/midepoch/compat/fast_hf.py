@@ -128,7 +128,7 @@ class _DocumentedIteration(IterationState):
         if saved == _digest(current):
             return
         listed = isinstance(saved, Sequence) and not isinstance(saved, str)
-        if not listed or [_name(file) for file in saved] != [_name(file) for file in current]:
+        if not listed or [*map(_name, saved)] != [*map(_name, current)]:
             shown = f"{len(saved)} files" if listed else saved
             raise CheckpointMismatchError(
                 name, shown, f"{len(current)} files", "files were added, removed or reordered"

@@ -49,12 +49,9 @@ def run_steps(steps: tuple[Step, ...], batch: Batch, run: RunContext, collect: A
 
     ``collect``: where the last function puts arrays of its rows.
     """
-    functions = [i for i, step in enumerate(steps) if not isinstance(step, ColumnStep)]
+    last = max((i for i, step in enumerate(steps) if not isinstance(step, ColumnStep)), default=-1)
     for i, step in enumerate(steps):
         if not len(batch):
             break
-        if isinstance(step, ColumnStep):
-            batch = step.apply(batch)
-        else:
-            batch = step.apply(batch, replace(run, collect=collect) if collect and i == functions[-1] else run)
+        batch = step.apply(batch, replace(run, collect=collect) if collect and i == last else run)
     return batch

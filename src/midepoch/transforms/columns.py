@@ -27,7 +27,7 @@ class ColumnStep:
         """Return the names of the columns after the step."""
         return tuple(self.renamed(before).values())
 
-    def apply(self, batch: Batch) -> Batch:
+    def apply(self, batch: Batch, run: RunContext) -> Batch:  # noqa: ARG002
         names = self.renamed(list(batch.columns))
         nullable = {new: batch.nullable[old] for old, new in names.items() if old in batch.nullable}
         return batch.with_columns({new: batch.columns[old] for old, new in names.items()}, nullable)

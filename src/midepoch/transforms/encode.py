@@ -192,22 +192,14 @@ class Items:
         """The columns of a row."""
         return (ITEM,) if self.columns is None else self.columns
 
-    @cached_property
-    def gets_many(self) -> bool:
-        """True if the dataset returns several items in one call. A ``Subset`` of torch does so if its dataset does."""
-        inner = self.dataset
-        while type(inner).__module__.startswith("torch.utils.data") and hasattr(inner, "dataset"):
-            inner = inner.dataset
-        return callable(getattr(inner, "__getitems__", None)) and callable(getattr(self.dataset, "__getitems__", None))
-
     def __call__(self, number: int) -> tuple[Any, ...]:
         """Return the values of one row, in the order of ``outputs``."""
         return self._values(number, self.dataset[number])
 
     def many(self, numbers: list[int]) -> list[tuple[Any, ...]]:
         """Return the values of several rows, by one call if possible."""
-        dataset = self.dataset
-        found = dataset.__getitems__(numbers) if self.gets_many else [dataset[number] for number in numbers]
+        get = getattr(self.dataset, "__getitems__", None)
+        found = get(numbers) if callable(get) else [self.dataset[number] for number in numbers]
         if len(found) != len(numbers):
             raise MapError(f"{self.__name__}.__getitems__ returned {len(found)} items for {len(numbers)} numbers")
         return [self._values(number, item) for number, item in zip(numbers, found, strict=True)]
@@ -250,10 +242,9 @@ class OfItem:
         result = self.function(item, *args, **kwargs)
         if self.kind == "filter":
             return result
-        if self.kind == "flat_map" and isinstance(result, Iterable) and not isinstance(result, (str, bytes, Mapping)):
-            return [{ITEM: each} for each in result]
         if self.kind == "flat_map":
-            return result  # an error, which names the row
+            are_items = isinstance(result, Iterable) and not isinstance(result, (str, bytes, Mapping))
+            return [{ITEM: each} for each in result] if are_items else result  # else an error, which names the row
         merges = isinstance(item, dict) and isinstance(result, Mapping)
         return {ITEM: {**item, **result} if merges else item if result is None else result}
 
