@@ -91,9 +91,9 @@ class _DocumentedIteration(IterationState):
         self._check_files("arrow_files", state["arrow_files"], _arrow_files(self.spec))
         lengths = np.diff(self.spec.source.layout.file_starts).tolist()
         if (saved := state.get("file_lengths")) not in (None, lengths):
-            differ = next((pair for pair in zip(saved, lengths, strict=False) if pair[0] != pair[1]), (None, None))
+            before, now = next((pair for pair in zip(saved, lengths, strict=False) if pair[0] != pair[1]), (None, None))
             cause = "a file has another number of rows than when the state was saved"
-            raise CheckpointMismatchError("file_lengths", *differ, cause)
+            raise CheckpointMismatchError("file_lengths", before, now, cause)
         if pipeline.order.shuffle is not None:
             self._check_files("shuffled_files", state["shuffled_files"], _shuffled(pipeline, epoch))
         starts, _ = _file_places(pipeline, epoch)

@@ -57,7 +57,8 @@ class Video:
     def decode(self, data: Any) -> Any:
         """Return the frames of a file. Raise an exception if it is damaged."""
         pictures = self._with_av(data) if available("av") else self._with_torchcodec(data)
-        return np.stack([self.images.laid_out(self.images.resized(picture)) for picture in pictures])
+        mode, images = self.images.mode, self.images
+        return np.stack([images.laid_out(images.resized(_in_mode(picture, mode))) for picture in pictures])
 
     def _chosen(self, count: int) -> Any:
         """Return the numbers of the frames, of a video of so many frames."""
@@ -71,8 +72,7 @@ class Video:
         from torchcodec.decoders import VideoDecoder
 
         decoder = VideoDecoder(bytes(data), dimension_order="NHWC", num_ffmpeg_threads=1)
-        frames = decoder.get_frames_at(self._chosen(len(decoder)).tolist()).data.numpy()
-        return [_in_mode(frame, self.images.mode) for frame in frames]
+        return [*decoder.get_frames_at(self._chosen(len(decoder)).tolist()).data.numpy()]
 
     def _with_av(self, data: Any) -> list[Any]:
         import av
@@ -91,8 +91,7 @@ class Video:
             stream.codec_context.thread_count = 1
             for number, frame in enumerate(container.decode(stream)):
                 if number in wanted:
-                    picture = reformatter.reformat(frame, format="rgb24").to_ndarray()
-                    pictures[number] = _in_mode(picture, self.images.mode)
+                    pictures[number] = reformatter.reformat(frame, format="rgb24").to_ndarray()
                 if number == wanted[-1]:
                     break
         if wanted[-1] not in pictures:
