@@ -9,17 +9,14 @@ from dataclasses import replace
 from midepoch.transforms.batch import Batch, join
 from midepoch.transforms.columns import Cast, ColumnStep, RemoveColumns, RenameColumns, SelectColumns
 from midepoch.transforms.filter import FilterExpression, FilterRows
-from midepoch.transforms.formats import FORMATS, Allocate, finish, present, present_rows
+from midepoch.transforms.formats import Allocate, finish, present, present_rows
 from midepoch.transforms.function import Function, RunContext
 from midepoch.transforms.map import FlatMap, Map, Unbatch
 from midepoch.transforms.media import Decode
 
-RunStep = Map | FilterRows | FilterExpression | FlatMap | Unbatch | Cast | Decode
-"""Steps whose output rows are known only after they run."""
-Step = ColumnStep | RunStep
+Step = ColumnStep | Map | FilterRows | FilterExpression | FlatMap | Unbatch | Cast | Decode
 
 __all__ = [
-    "FORMATS",
     "Batch",
     "Cast",
     "ColumnStep",
@@ -32,7 +29,6 @@ __all__ = [
     "RemoveColumns",
     "RenameColumns",
     "RunContext",
-    "RunStep",
     "SelectColumns",
     "Step",
     "Unbatch",

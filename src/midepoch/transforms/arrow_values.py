@@ -41,9 +41,8 @@ copyreg.pickle(pa.MonthDayNano, lambda interval: (_interval, tuple(interval)))
 
 def to_python(column: pa.Array) -> list[Any]:
     """Return the values as ``to_pylist`` does, up to 10 times faster for numbers and lists of numbers."""
+    column = plain_array(column)
     kind = column.type
-    if isinstance(kind, pa.BaseExtensionType) and not isinstance(kind, pa.UuidType):
-        return to_python(plain_array(column))
     if is_number(kind) and not column.null_count:
         return _view(column).tolist()  # type: ignore[no-any-return]
     if is_list(kind) and not column.null_count:

@@ -119,15 +119,15 @@ class Tokenize:
                 "tokenize: some texts are null, and are tokenized as empty ones. To leave them out, filter before."
             )
             texts = ["" if text is None else text for text in texts]
-        if texts and isinstance(texts[0], list) and texts[0] and isinstance(texts[0][0], Mapping):
+        first = texts[0] if texts else ""
+        if isinstance(first, list) and first and isinstance(first[0], Mapping):
             raise MapError(
                 "a tokenizer takes text, but the column holds conversations. Use map(lambda row: "
                 "tokenizer.apply_chat_template(row['messages'], return_dict=True)) with a tokenizer of transformers."
             )
-        if texts and not isinstance(texts[0], str | list | tuple):
-            raise MapError(f"a tokenizer takes text, but the column holds {type(texts[0]).__name__}: {texts[0]!r:.60}")
-        words = self.options.keys() & {"is_pretokenized", "is_split_into_words"}
-        if texts and isinstance(texts[0], list) and not words:
+        if not isinstance(first, str | list | tuple):
+            raise MapError(f"a tokenizer takes text, but the column holds {type(first).__name__}: {first!r:.60}")
+        if isinstance(first, list) and not self.options.keys() & {"is_pretokenized", "is_split_into_words"}:
             raise MapError(
                 "a tokenizer takes text, but the column holds lists of texts. Make a row of each with unbatch(), join "
                 "them with map, or pass is_split_into_words=True (is_pretokenized=True for tokenizers) for words."
