@@ -92,7 +92,20 @@ class FilterExpression:
     def mask(self, batches: Sequence[Batch]) -> npt.NDArray[np.bool_]:
         """Return the mask of the rows of several batches for which it is true, from one evaluation."""
         arrays = _chunked(batches)
-        return _evaluated(self.expression, pa.Table.from_arrays(list(arrays.values()), names=list(arrays)))
+        table = pa.Table.from_arrays(list(arrays.values()), names=list(arrays))
+        # For columns of only nulls several types are tried.
+        nulls = [field.name for field in table.schema if pa.types.is_null(field.type)]
+        problem: Exception | None = None
+        for kind in (pa.null(), pa.string(), pa.int64(), pa.float64()) if nulls else (pa.null(),):
+            for name in nulls:
+                typed = pa.chunked_array([pa.nulls(len(table), kind)])
+                table = table.set_column(table.column_names.index(name), name, typed)
+            try:
+                return _mask(self.expression, table)
+            except (pa.ArrowException, KeyError) as other:
+                problem = problem or other
+        names = ", ".join(table.column_names)
+        raise ColumnError(f"filter({self.expression}): {problem}. The columns are: {names}.") from None
 
     def apply_to(self, batches: Sequence[Batch], mask: npt.NDArray[np.bool_]) -> Batch:
         """Return the rows of several batches that a mask keeps, as one batch."""
@@ -118,22 +131,6 @@ def _chunked(batches: Sequence[Batch]) -> dict[str, pa.ChunkedArray]:
         with suppress(MapError):  # an expression cannot use a column that Arrow cannot represent
             arrays[name] = pa.chunked_array([arrow_column(name, batch.columns[name]) for batch in batches])
     return arrays
-
-
-def _evaluated(expression: pc.Expression, table: pa.Table) -> npt.NDArray[np.bool_]:
-    """Return the mask of rows for which it is true. For columns of only nulls several types are tried."""
-    nulls = [field.name for field in table.schema if pa.types.is_null(field.type)]
-    problem: Exception | None = None
-    for kind in (pa.null(), pa.string(), pa.int64(), pa.float64()) if nulls else (pa.null(),):
-        for name in nulls:
-            typed = pa.chunked_array([pa.nulls(len(table), kind)])
-            table = table.set_column(table.column_names.index(name), name, typed)
-        try:
-            return _mask(expression, table)
-        except (pa.ArrowException, KeyError) as other:
-            problem = problem or other
-    names = ", ".join(table.column_names)
-    raise ColumnError(f"filter({expression}): {problem}. The columns are: {names}.") from None
 
 
 def _mask(expression: pc.Expression, table: pa.Table) -> npt.NDArray[np.bool_]:

@@ -61,9 +61,7 @@ class NumberLists(NamedTuple):
         elif isinstance(column, (Encoded, dict)):
             return None
         else:
-            column = _from_torch(name, column, 2, advice)
-            is_array = isinstance(column, np.ndarray) and column.dtype != object
-            lists = _of_array(column) if is_array else _of_rows(name, column, rows, advice, dtype)
+            lists = _of_values(name, column, rows, advice, dtype)
         if lists is None or dtype is None:
             return lists
         return lists._replace(values=lists.values.astype(dtype, copy=False))
@@ -84,17 +82,16 @@ def _of_arrow(name: str, column: pa.Array, rows: Int64Array) -> NumberLists | No
     return NumberLists(lengths, flat_numbers(values))
 
 
-def _of_array(column: Values) -> NumberLists | None:
-    if column.ndim != 2 or column.dtype.kind not in "biuf":
-        return None
-    values = np.ascontiguousarray(column, column.dtype.newbyteorder("=")).reshape(-1)
-    return NumberLists(np.full(len(column), column.shape[1], np.int64), values)
-
-
-def _of_rows(name: str, column: Any, rows: Int64Array, advice: str, dtype: str | None) -> NumberLists | None:
-    """Return the lists of a column that a map returned, one value per row."""
+def _of_values(name: str, column: Any, rows: Int64Array, advice: str, dtype: str | None) -> NumberLists | None:
+    """Return the lists of a column that a map returned: one array, or one value per row."""
+    column = _from_torch(name, column, 2, advice)
+    if isinstance(column, np.ndarray) and column.dtype != object:
+        if column.ndim != 2 or column.dtype.kind not in "biuf":
+            return None
+        flat = np.ascontiguousarray(column, column.dtype.newbyteorder("=")).reshape(-1)
+        return NumberLists(np.full(len(column), column.shape[1], np.int64), flat)
     values = [_from_torch(name, value, 1, advice) for value in column]
-    parts = [_numbers(value) for value in values]
+    parts: list[Any] = [_numbers(value) for value in values]
     full = [part for part in parts if part is not None and len(part)]
     others = [i for i, part in enumerate(parts) if part is None]
     for i in others:
@@ -113,8 +110,8 @@ def _of_rows(name: str, column: Any, rows: Int64Array, advice: str, dtype: str |
     kinds = sorted({str(part.dtype) for part in full})
     if len(kinds) > 1:
         raise of_two_types(name, kinds[0], kinds[1], advice)
-    lengths = np.array([0 if part is None else len(part) for part in parts], np.int64)
-    typed = full or [part for part in parts if part is not None and part is not _EMPTY]
+    lengths = np.array([len(part) for part in parts], np.int64)
+    typed = full or [part for part in parts if part is not _EMPTY]
     if not typed:
         return NumberLists(lengths, _EMPTY, typed=False)
     found = np.concatenate(typed)

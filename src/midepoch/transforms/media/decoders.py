@@ -133,25 +133,15 @@ class Audio:
 
 def read_samples(data: Any) -> tuple[Any, int]:
     """Return the samples (channels, samples) of a file, and their rate. Raise an exception if it is damaged."""
-    return _with_soundfile(data) or _with_av(data)
+    if available("soundfile"):
+        import soundfile
 
-
-def _with_soundfile(data: Any) -> tuple[Any, int] | None:
-    """Return the samples and their rate, or None if libsndfile is missing or cannot decode the file."""
-    if not available("soundfile"):
-        return None
-    import soundfile
-
-    try:
-        with soundfile.SoundFile(io.BytesIO(data)) as file:
-            return np.ascontiguousarray(file.read(dtype="float32", always_2d=True).T), file.samplerate
-    except soundfile.LibsndfileError:
-        if available("av"):
-            return None
-        raise
-
-
-def _with_av(data: Any) -> tuple[Any, int]:
+        try:
+            with soundfile.SoundFile(io.BytesIO(data)) as file:
+                return np.ascontiguousarray(file.read(dtype="float32", always_2d=True).T), file.samplerate
+        except soundfile.LibsndfileError:  # libsndfile cannot decode the file
+            if not available("av"):
+                raise
     if not available("av"):
         raise missing("decode of this audio file", "PyAV")
     import av
