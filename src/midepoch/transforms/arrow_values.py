@@ -73,11 +73,14 @@ def to_numpy(column: pa.Array, nullable: Paths, *, owned: bool, times: bool = Tr
             view = _view(values).reshape(len(column), kind.list_size)
             return view if owned and view.flags.writeable else view.copy()
     if is_number(kind) or pt.is_boolean(kind):
+        view = _bits(column.buffers()[1], column) if pt.is_boolean(kind) else _view(column)
         if () in nullable or column.null_count:
-            return _with_nan(column)
+            out = view.astype(view.dtype if pt.is_floating(kind) else np.float64)
+            if column.null_count:
+                out[_invalid(column)] = np.nan
+            return out
         if pt.is_boolean(kind):
-            return _bits(column.buffers()[1], column).astype(bool)
-        view = _view(column)
+            return view.astype(bool)
         return view if owned and view.flags.writeable else view.copy()
     if (unit := _time_unit(kind)) is not None:
         return _times(column, unit) if times else to_python(column)
@@ -187,14 +190,6 @@ def _bits(bitmap: pa.Buffer, column: pa.Array) -> Any:
 
 def _invalid(column: pa.Array) -> Any:
     return _bits(column.buffers()[0], column) == 0
-
-
-def _with_nan(column: pa.Array) -> Any:
-    values = _bits(column.buffers()[1], column) if pt.is_boolean(column.type) else _view(column)
-    out = values.astype(values.dtype if pt.is_floating(column.type) else np.float64)
-    if column.null_count:
-        out[_invalid(column)] = np.nan
-    return out
 
 
 def _time_unit(kind: pa.DataType) -> str | None:

@@ -99,11 +99,16 @@ class Cast:
 
 
 def type_named(name: str, given: Any) -> pa.DataType:
-    """Return the Arrow type for a user's argument: the type itself, its name ("int32"), or a numpy type."""
+    """Return the Arrow type for a user's argument: the type itself, its name, a numpy type, or a feature."""
     if isinstance(given, pa.DataType):
         return given
     if type(given).__module__.partition(".")[0] == "datasets" or isinstance(given, (dict, list)):
-        return _of_feature(name, given)
+        feature = type(given).__name__
+        if feature in ("Image", "Audio", "Video"):
+            options = "sampling_rate=…" if feature == "Audio" else "size=…"
+            raise TypeError(f"cast: files of {feature.lower()} are decoded by ds.decode({name!r}, {options})")
+        datasets = import_datasets("features are a thing of Hugging Face's")
+        return datasets.Features({name: given}).arrow_schema.field(name).type
     try:
         return pa.type_for_alias(given) if isinstance(given, str) else pa.from_numpy_dtype(np.dtype(given))
     except (ValueError, TypeError, pa.ArrowException):
@@ -111,16 +116,6 @@ def type_named(name: str, given: Any) -> pa.DataType:
             f"cast: column {name!r} cannot become {given!r}. Name an Arrow type, such as pa.list_(pa.int32()) or "
             "'int32'"
         ) from None
-
-
-def _of_feature(name: str, feature: Any) -> pa.DataType:
-    """Return the Arrow type of a Hugging Face feature."""
-    kind = type(feature).__name__
-    if kind in ("Image", "Audio", "Video"):
-        options = "sampling_rate=…" if kind == "Audio" else "size=…"
-        raise TypeError(f"cast: files of {kind.lower()} are decoded by ds.decode({name!r}, {options})")
-    datasets = import_datasets("features are a thing of Hugging Face's")
-    return datasets.Features({name: feature}).arrow_schema.field(name).type
 
 
 def converted(name: str, column: Any, kind: pa.DataType) -> Any:

@@ -308,7 +308,7 @@ class Unbatch:
     def apply(self, batch: Batch, run: RunContext) -> Batch:  # noqa: ARG002
         names = self.names
         check_columns(names, list(batch.columns), "unbatch")
-        found = {name: _flat(name, _plain(batch.columns[name])) for name in names}
+        found = {name: _flat(name, batch.columns[name]) for name in names}
         lengths = found[names[0]][0]
         for name, (other, _) in found.items():
             if not np.array_equal(other, lengths):
@@ -328,25 +328,22 @@ class Unbatch:
         return replace(batch.made_of(columns, parents), nullable=nullable)
 
 
-def _plain(column: Any) -> Any:
-    if isinstance(column, Encoded):
-        return column.decode("python")
-    return plain_array(column) if isinstance(column, pa.Array) else column
-
-
-def _is_list(value: Any) -> bool:
-    return value is None or (hasattr(value, "__len__") and not isinstance(value, (str, bytes, Mapping)))
-
-
 def _flat(name: str, column: Any) -> tuple[Any, Any]:
     """Return the lengths of lists, and their elements. Null is an empty list."""
+    if isinstance(column, Encoded):
+        column = column.decode("python")
+    elif isinstance(column, pa.Array):
+        column = plain_array(column)
     if isinstance(column, pa.Array) and is_list(column.type):
         import pyarrow.compute as pc
 
         return flat_numbers(pc.fill_null(pc.list_value_length(column), 0)), pc.list_flatten(column)
     if isinstance(column, np.ndarray) and column.ndim > 1:
         return np.full(len(column), column.shape[1]), column.reshape(-1, *column.shape[2:])
-    if isinstance(column, (pa.Array, dict)) or not all(map(_is_list, column)):
+    if isinstance(column, (pa.Array, dict)) or any(
+        value is not None and (not hasattr(value, "__len__") or isinstance(value, (str, bytes, Mapping)))
+        for value in column
+    ):
         raise ColumnError(f"unbatch: column {name!r} does not contain lists. Name columns that do.")
     values = [() if value is None else value for value in column]
     return np.array([len(value) for value in values]), [each for value in values for each in value]
