@@ -12,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import midepoch
 import native
 from midepoch.errors import ColumnError, MapError
 from midepoch.transforms.batch import Batch
@@ -193,12 +194,13 @@ def test_values_for_padding_name_columns_that_are_padded() -> None:
 
 
 def test_settings_are_checked() -> None:
+    ds = midepoch.from_dict({"x": [[1], [2]]})
     with pytest.raises(ValueError, match="layout must be one of 'padded', 'varlen', got 'ragged'"):
-        Layout("ragged", "x")
-    with pytest.raises(ValueError, match="a multiple of 1 or more, got 0"):
-        Layout("padded", "x", multiple=0)
-    with pytest.raises(ValueError, match="'x' is the column whose lengths count"):
-        Layout("padded", "x", other=("x",))
+        ds.loader(2, layout="ragged", length="x")
+    with pytest.raises(ValueError, match="pad_to_multiple_of=….: expected at least 1, got 0"):
+        ds.loader(2, layout="padded", length="x", pad_to_multiple_of=0)
+    with pytest.raises(ValueError, match="'x': None}: this is the column of tokens, which is always padded"):
+        ds.loader(2, layout="padded", length="x", pad_values={"x": None})
 
 
 @pytest.mark.parametrize("empty", [pa.array([], pa.list_(pa.int32())), [], pa.array([[]], pa.list_(pa.int32())), [[]]])

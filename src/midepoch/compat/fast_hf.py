@@ -78,8 +78,8 @@ class _DocumentedIteration(IterationState):
         if not isinstance(state, Mapping) or KEY in state or "current_file_index" not in state:
             return state
         counts_next = _check_keys(state, example_index)
+        place, example = state["current_file_index"], state["current_example_index"] - counts_next
         try:
-            place, example = int(state["current_file_index"]), int(state["current_example_index"]) - counts_next
             shards, shard = map(int, state["shard_config"][:2]) if state["shard_config"] else (1, 0)
             share = Shard(shard, shards)
         except (TypeError, ValueError, IndexError) as problem:
@@ -89,7 +89,11 @@ class _DocumentedIteration(IterationState):
             raise CheckpointMismatchError("shard_config", shards, self.spec.shard.count, cause)
         pipeline, epoch = self._with_seed(state["shuffle_seed"]), self.shared.epoch
         self._check_files("arrow_files", state["arrow_files"], _arrow_files(self.spec))
-        self._check_lengths(state.get("file_lengths"))
+        lengths = np.diff(self.spec.source.layout.file_starts).tolist()
+        if (saved := state.get("file_lengths")) not in (None, lengths):
+            before, now = next((pair for pair in zip(saved, lengths, strict=False) if pair[0] != pair[1]), (None, None))
+            cause = "a file has another number of rows than when the state was saved"
+            raise CheckpointMismatchError("file_lengths", before, now, cause)
         if pipeline.order.shuffle is not None:
             self._check_files("shuffled_files", state["shuffled_files"], _shuffled(pipeline, epoch))
         starts, _ = _file_places(pipeline, epoch)
@@ -124,18 +128,10 @@ class _DocumentedIteration(IterationState):
         if saved == _digest(current):
             return
         listed = isinstance(saved, Sequence) and not isinstance(saved, str)
-        if not listed or [_name(file) for file in saved] != [_name(file) for file in current]:
+        if not listed or [*map(_name, saved)] != [*map(_name, current)]:
             shown = f"{len(saved)} files" if listed else saved
             raise CheckpointMismatchError(
                 name, shown, f"{len(current)} files", "files were added, removed or reordered"
-            )
-
-    def _check_lengths(self, saved: Any) -> None:
-        current = np.diff(self.spec.source.layout.file_starts).tolist()
-        if saved is not None and saved != current:
-            before, now = next((pair for pair in zip(saved, current, strict=False) if pair[0] != pair[1]), (None, None))
-            raise CheckpointMismatchError(
-                "file_lengths", before, now, "a file has another number of rows than when the state was saved"
             )
 
 

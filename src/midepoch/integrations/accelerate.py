@@ -21,7 +21,6 @@ from accelerate.utils import send_to_device
 from midepoch._internal.hints import hinted
 from midepoch.integrations.states import for_all_ranks, read_state, write_state
 from midepoch.loader import Loader
-from midepoch.stats import Stats
 
 _log = logging.getLogger("midepoch")
 _prepared: WeakKeyDictionary[Accelerator, set[str]] = WeakKeyDictionary()
@@ -90,27 +89,22 @@ class PreparedLoader(DataLoaderStateMixin):  # type: ignore[misc]
     @property
     def steps(self) -> int:
         """Steps of the run that were delivered."""
-        return self.loader.steps if self._delivered is None else int(_one(self._delivered)["steps"])
+        return int(self._stands("steps"))
 
     @property
     def epoch(self) -> int:
         """Epoch of the next batch to be delivered."""
-        return self.loader.epoch if self._delivered is None else int(_one(self._delivered)["epoch"])
+        return int(self._stands("epoch"))
 
     @property
     def position(self) -> int:
         """Number of rows of the epoch that were delivered to all ranks together."""
-        if self._delivered is None or self.loader.options.budget is not None:
-            return self.loader.position
-        return int(_one(self._delivered)["position"])
+        return self.loader.position if self.loader.options.budget is not None else int(self._stands("position"))
 
-    def stats(self, *, reset: bool = False) -> Stats:
-        """Return the stats of the loader."""
-        return self.loader.stats(reset=reset)
-
-    def close(self) -> None:
-        """Stop threads and workers now."""
-        self.loader.close()
+    def _stands(self, name: str) -> Any:
+        if self._delivered is None:
+            return getattr(self.loader, name)
+        return (self._delivered[0] if isinstance(self._delivered, list) else self._delivered)[name]
 
     def __repr__(self) -> str:
         return f"PreparedLoader({self.loader!r})"
@@ -128,10 +122,6 @@ class PreparedLoader(DataLoaderStateMixin):  # type: ignore[misc]
         """Load a state of the loader."""
         self.loader.load_state_dict(state)
         self._delivered = None
-
-
-def _one(state: Any) -> Any:
-    return state[0] if isinstance(state, list) else state
 
 
 @hinted(

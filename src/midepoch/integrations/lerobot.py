@@ -50,12 +50,12 @@ def from_lerobot(
     meta = Meta.read(folder)
     deltas = meta.delta_frames(delta_timestamps or {}, tolerance_s)
     frames = from_files(folder / "data", **options)
-    if len(frames) != meta.total_frames:
+    if len(frames) != meta.starts[-1]:
         raise FormatError(
-            f"{folder} has {len(frames):,} frames in data/, and {meta.total_frames:,} in meta/episodes. It is "
+            f"{folder} has {len(frames):,} frames in data/, and {meta.starts[-1]:,} in meta/episodes. It is "
             "incomplete, or has files of another dataset. Copy it again."
         )
-    if meta.videos and not available("av"):
+    if meta.places and not available("av"):
         raise missing("from_lerobot with videos", "PyAV")
     chosen = frames
     if episodes is not None:
@@ -70,7 +70,7 @@ class Meta:
 
     info: dict[str, Any]
     starts: list[int]  # first frame of each episode, and the end of the last one
-    places: dict[str, list[tuple[str, float]]]  # video file of each episode, and the second at which it begins
+    places: dict[str, list[tuple[str, float]]]  # of each video: file of each episode, and second at which it begins
     tasks: dict[int, str]
     subtasks: list[str] | None
     digest: str
@@ -109,18 +109,6 @@ class Meta:
         digest = hashlib.blake2b(contents, digest_size=8).hexdigest()
         return cls(info, starts, places, tasks, subtasks, digest)
 
-    @property
-    def total_frames(self) -> int:
-        return self.starts[-1]
-
-    @property
-    def videos(self) -> list[str]:
-        return list(self.places)
-
-    @property
-    def images(self) -> list[str]:
-        return [name for name, feature in self.info["features"].items() if feature["dtype"] == "image"]
-
     def bounds(self, episode: int) -> tuple[int, int]:
         """Return the first frame of an episode, and the one after its last."""
         if not 0 <= episode < len(self.starts) - 1:
@@ -145,8 +133,7 @@ def _read_3(folder: Path, info: dict[str, Any], videos: list[str]) -> Any:
     where = ("chunk_index", "file_index", "from_timestamp")
     columns = ["episode_index", "length", *(f"videos/{name}/{column}" for name in videos for column in where)]
     paths = sorted((folder / "meta" / "episodes").glob("*/*.parquet"))
-    episodes = [row for path in paths for row in pq.read_table(path, columns=columns).to_pylist()]
-    episodes = _in_order(episodes)
+    episodes = _in_order(row for path in paths for row in pq.read_table(path, columns=columns).to_pylist())
     places: dict[str, list[tuple[str, float]]] = {name: [] for name in videos}
     for row in episodes:
         for name in videos:
@@ -168,8 +155,9 @@ def _names(path: Path) -> list[str] | None:
 
 
 def _read_2(folder: Path, info: dict[str, Any], videos: list[str]) -> Any:
-    episodes, tasks = (_lines(folder / "meta" / f"{kind}.jsonl") for kind in ("episodes", "tasks"))
-    episodes = _in_order(episodes)
+    lines = [(folder / "meta" / f"{kind}.jsonl").read_text().splitlines() for kind in ("episodes", "tasks")]
+    rows, tasks = ([json.loads(line) for line in each if line.strip()] for each in lines)
+    episodes = _in_order(rows)
     chunks = [number // info["chunks_size"] for number in range(len(episodes))]
     places = {
         name: [
@@ -181,17 +169,13 @@ def _read_2(folder: Path, info: dict[str, Any], videos: list[str]) -> Any:
     return [row["length"] for row in episodes], places, {row["task_index"]: row["task"] for row in tasks}, None
 
 
-def _in_order(episodes: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _in_order(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return episodes by their number. Raise ValueError unless they are numbered from 0."""
-    episodes = sorted(episodes, key=lambda row: row["episode_index"])
+    episodes = sorted(rows, key=lambda row: row["episode_index"])
     for number, row in enumerate(episodes):
         if row["episode_index"] != number:
             raise ValueError(f"episode {number} of {len(episodes)} has the number {row['episode_index']}")
     return episodes
-
-
-def _lines(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
 
 
 class FrameItems:
@@ -203,14 +187,14 @@ class FrameItems:
         self, folder: Path, meta: Meta, deltas: dict[str, list[int]], tolerance: float, frames: Dataset | None
     ) -> None:
         self._folder, self._meta, self._deltas, self._tolerance = folder, meta, deltas, tolerance
-        needed = [name for name in deltas if name not in meta.videos]
+        needed = [name for name in deltas if name not in meta.places]
         self._others = None if frames is None else frames.select_columns([*{*needed, "timestamp"}])
 
     def __call__(self, row: dict[str, Any], **_: Any) -> dict[str, Any]:
         meta, episode = self._meta, row["episode_index"]
         first, stop = meta.bounds(episode)
         item = {name: self._tensor(name, value) for name, value in row.items()}
-        times = {name: [row["timestamp"]] for name in meta.videos}
+        times = {name: [row["timestamp"]] for name in meta.places}
         for name, deltas in self._deltas.items():
             assert self._others is not None
             wanted = [row["index"] + delta for delta in deltas]
@@ -231,7 +215,7 @@ class FrameItems:
         return item
 
     def _tensor(self, name: str, value: Any) -> Any:
-        if value is not None and name in self._meta.images:
+        if value is not None and self._meta.info["features"].get(name, {}).get("dtype") == "image":
             return _image(_picture(value, self._folder))
         return value if value is None or isinstance(value, str) else torch.tensor(value)
 

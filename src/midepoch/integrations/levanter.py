@@ -44,33 +44,31 @@ class Positions(AsyncDataset[Any]):  # type: ignore[misc]
             raise ValueError("the dataset has no rows.")
         self._data = data if data.pipeline.format is not None else data.with_format("numpy")
         self._rows = len(data)
-        self._epochs = None if epochs is None else integer(epochs, "Positions(epochs=…)", 1)
+        self._length = None if epochs is None else self._rows * integer(epochs, "Positions(epochs=…)", 1)
 
     def is_finite(self) -> bool:
-        return self._epochs is not None
+        return self._length is not None
 
     async def final_length_is_known(self) -> bool:
         return self.is_finite()
 
     async def current_len(self) -> int | None:
-        return None if self._epochs is None else self._epochs * self._rows
+        return self._length
 
     async def async_len(self) -> int:
-        length = await self.current_len()
-        if length is None:
+        if self._length is None:
             raise ValueError("Positions without epochs=… has no length.")
-        return length
+        return self._length
 
     async def wait_until_len_at_least(self, length: int) -> int:
-        known = await self.current_len()
-        return length if known is None else known
+        return length if self._length is None else self._length
 
     async def get_batch(self, indices: Sequence[int]) -> Sequence[Any]:
         """Return the rows at these positions. They are read and decoded in a thread."""
         return await asyncio.to_thread(self._read, np.asarray(indices, dtype=np.int64))
 
     def _read(self, positions: Any) -> list[Any]:
-        length = None if self._epochs is None else self._epochs * self._rows
+        length = self._length
         if len(positions) and (positions.min() < 0 or (length is not None and positions.max() >= length)):
             raise IndexError(f"positions must be in [0, {length}), got {positions.min()} to {positions.max()}")
         found: list[Any] = [None] * len(positions)

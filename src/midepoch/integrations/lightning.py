@@ -122,8 +122,7 @@ class _Passes:
     def go_to(self, state: Any) -> None:
         """Resume from a state."""
         self.loader.load_state_dict(state)
-        loaded = self.loader.state_dict()
-        self._states, self._delivered = (loaded,), 0
+        self._states, self._delivered = (self.loader.state_dict(),), 0
 
     def __iter__(self) -> Iterator[Any]:
         if self._behind():  # batches fetched ahead in a pass that was abandoned

@@ -97,25 +97,17 @@ def arguments_for(rank: int, ranks: int) -> dict[str, Any]:
     stated: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(stated, rank)
     groups = _groups.setdefault(dist.group.WORLD, {})
-    if tuple(stated) not in groups:
-        groups[tuple(stated)] = _connected(stated)
-    group = groups[tuple(stated)]
+    if (group := groups.get(tuple(stated))) is None:
+        replicas: Counter[int] = Counter()
+        columns: dict[int, list[int]] = {}  # in each, one process for each data-parallel rank
+        for process, data_rank in enumerate(stated):
+            columns.setdefault(replicas[data_rank], []).append(process)
+            replicas[data_rank] += 1
+        group, _ = dist.new_subgroups_by_enumeration(list(columns.values()), backend="gloo")
+        groups[tuple(stated)] = group
     if dist.get_rank(group) != rank:
         raise RuntimeError(f"data-parallel ranks must ascend with the ranks of processes, got {stated}")
     return {"data_parallel": group}
-
-
-def _connected(data_ranks: list[int]) -> Any:
-    """Return a process group of one process for each data-parallel rank, in their order."""
-    import torch.distributed as dist
-
-    replicas: Counter[int] = Counter()
-    columns: dict[int, list[int]] = {}
-    for process, data_rank in enumerate(data_ranks):
-        columns.setdefault(replicas[data_rank], []).append(process)
-        replicas[data_rank] += 1
-    group, _ = dist.new_subgroups_by_enumeration(list(columns.values()), backend="gloo")
-    return group
 
 
 def length_of(loader: Loader) -> int | None:

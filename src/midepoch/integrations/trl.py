@@ -157,7 +157,7 @@ class _Kept:
 
 
 def _first_row(data: Dataset) -> Any:
-    for row in type(data)(data.pipeline):
+    for row in Prepared(data):
         return row
     raise ValueError("train_dataset has no rows.")
 

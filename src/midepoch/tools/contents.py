@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from midepoch.transforms.media.decoders import Audio, read_samples
-from midepoch.transforms.media.images import available, missing
+from midepoch.transforms.media.decoders import read_samples
+from midepoch.transforms.media.images import available, check_packages, missing
 
 _KINDS = {"Image": "image", "Audio": "audio", "Video": "video"}
 _NAMES = 8
@@ -66,8 +66,7 @@ def _kind_of(data: bytes) -> str | None:
 
 
 def _image(data: bytes) -> Media:
-    if not available("PIL"):
-        raise missing("decode of images", "Pillow")
+    check_packages("image")
     from PIL import Image
 
     with Image.open(io.BytesIO(data)) as image:
@@ -78,7 +77,7 @@ def _image(data: bytes) -> Media:
 
 
 def _audio(data: bytes) -> Media:
-    Audio().check()
+    check_packages("audio")
     samples, rate = read_samples(data)
     channels, seconds = len(samples), samples.shape[1] / rate
     text = f"{seconds:.2f} s, {rate:,} Hz, {channels} channel{'s' * (channels != 1)}"

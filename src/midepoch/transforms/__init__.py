@@ -9,17 +9,14 @@ from dataclasses import replace
 from midepoch.transforms.batch import Batch, join
 from midepoch.transforms.columns import Cast, ColumnStep, RemoveColumns, RenameColumns, SelectColumns
 from midepoch.transforms.filter import FilterExpression, FilterRows
-from midepoch.transforms.formats import FORMATS, Allocate, finish, present, present_rows
+from midepoch.transforms.formats import Allocate, finish, present, present_rows
 from midepoch.transforms.function import Function, RunContext
 from midepoch.transforms.map import FlatMap, Map, Unbatch
 from midepoch.transforms.media import Decode
 
-RunStep = Map | FilterRows | FilterExpression | FlatMap | Unbatch | Cast | Decode
-"""Steps whose output rows are known only after they run."""
-Step = ColumnStep | RunStep
+Step = ColumnStep | Map | FilterRows | FilterExpression | FlatMap | Unbatch | Cast | Decode
 
 __all__ = [
-    "FORMATS",
     "Batch",
     "Cast",
     "ColumnStep",
@@ -32,7 +29,6 @@ __all__ = [
     "RemoveColumns",
     "RenameColumns",
     "RunContext",
-    "RunStep",
     "SelectColumns",
     "Step",
     "Unbatch",
@@ -49,12 +45,9 @@ def run_steps(steps: tuple[Step, ...], batch: Batch, run: RunContext, collect: A
 
     ``collect``: where the last function puts arrays of its rows.
     """
-    functions = [i for i, step in enumerate(steps) if not isinstance(step, ColumnStep)]
+    last = max((i for i, step in enumerate(steps) if not isinstance(step, ColumnStep)), default=-1)
     for i, step in enumerate(steps):
         if not len(batch):
             break
-        if isinstance(step, ColumnStep):
-            batch = step.apply(batch)
-        else:
-            batch = step.apply(batch, replace(run, collect=collect) if collect and i == functions[-1] else run)
+        batch = step.apply(batch, replace(run, collect=collect) if collect and i == last else run)
     return batch

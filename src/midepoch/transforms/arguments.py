@@ -25,6 +25,7 @@ from midepoch.transforms.function import Function
 
 _LONGEST = 80
 _UNKNOWN = b"?"
+_SIMPLE = (bool, int, float, complex, datetime.date, datetime.time, datetime.timedelta)
 
 
 def arguments_of(step: Any) -> str:
@@ -54,40 +55,36 @@ def _packed(value: Any) -> bytes:
     return f"{kind} {len(data)} ".encode() + data
 
 
-def _value(name: Any, value: Any) -> bytes:
-    return _UNKNOWN if isinstance(name, str) and isinstance(value, str) and is_secret(name) else _packed(value)
+def _item(name: Any, value: Any) -> bytes:
+    secret = isinstance(name, str) and isinstance(value, str) and is_secret(name)
+    return _packed(name) + (_UNKNOWN if secret else _packed(value))
 
 
 def _encoded(value: Any) -> tuple[str, bytes]:
-    if isinstance(value, str) and not isinstance(value, enum.Enum):
+    kind = type(value).__name__
+    if isinstance(value, enum.Enum):
+        return "enum", f"{kind}.{value.name}".encode()
+    if isinstance(value, str):
         identity = Address(value).identity
-        return type(value).__name__, repr(value if identity == value else identity).encode()
-    if value is None or (isinstance(value, (bool, int, float, complex)) and not isinstance(value, enum.Enum)):
-        return type(value).__name__, repr(value).encode()
+        return kind, repr(value if identity == value else identity).encode()
+    if value is None or isinstance(value, _SIMPLE):
+        return kind, repr(value).encode()
     if isinstance(value, (bytes, bytearray)):
         return "bytes", bytes(value)
-    if isinstance(value, enum.Enum):
-        return "enum", f"{type(value).__name__}.{value.name}".encode()
     if isinstance(value, (list, tuple)):
         return "list", b"".join(map(_packed, value))
     if isinstance(value, (set, frozenset)):
         return "set", b"".join(sorted(map(_packed, value)))
     if isinstance(value, Mapping):
-        return "dict", b"".join(sorted(_packed(key) + _value(key, inner) for key, inner in value.items()))
+        return "dict", b"".join(sorted(_item(name, inner) for name, inner in value.items()))
     if isinstance(value, (np.ndarray, np.generic)) and value.dtype != object:
         array = np.ascontiguousarray(value)
         return f"array {array.dtype.str} {array.shape}", array.tobytes()
-    if isinstance(value, (datetime.date, datetime.time, datetime.timedelta)):
-        return type(value).__name__, repr(value).encode()
     if isinstance(value, re.Pattern):
         return "pattern", repr((value.pattern, value.flags)).encode()
     torch = loaded("torch")
     if torch is not None and isinstance(value, torch.Tensor) and value.device.type == "cpu" and not value.is_sparse:
-        return f"tensor {value.dtype} {tuple(value.shape)}", _bytes_of(torch, value)
+        flat = value.detach().contiguous().reshape(-1)
+        data = flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
+        return f"tensor {value.dtype} {tuple(value.shape)}", data
     return "?", _UNKNOWN
-
-
-def _bytes_of(torch: Any, tensor: Any) -> bytes:
-    flat = tensor.detach().contiguous().reshape(-1)
-    data: bytes = flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
-    return data

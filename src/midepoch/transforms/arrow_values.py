@@ -41,9 +41,8 @@ copyreg.pickle(pa.MonthDayNano, lambda interval: (_interval, tuple(interval)))
 
 def to_python(column: pa.Array) -> list[Any]:
     """Return the values as ``to_pylist`` does, up to 10 times faster for numbers and lists of numbers."""
+    column = plain_array(column)
     kind = column.type
-    if isinstance(kind, pa.BaseExtensionType) and not isinstance(kind, pa.UuidType):
-        return to_python(plain_array(column))
     if is_number(kind) and not column.null_count:
         return _view(column).tolist()  # type: ignore[no-any-return]
     if is_list(kind) and not column.null_count:
@@ -51,7 +50,7 @@ def to_python(column: pa.Array) -> list[Any]:
         if is_number(flat.type) and not flat.null_count:
             if pt.is_fixed_size_list(kind):
                 return _view(flat).reshape(len(column), kind.list_size).tolist()  # type: ignore[no-any-return]
-            values, ends = _view(flat).tolist(), _ends(column).tolist()
+            values, ends = _view(flat).tolist(), list_ends(column).tolist()
             return [values[a:b] for a, b in pairwise(ends)]
     return column.to_pylist()  # type: ignore[no-any-return]
 
@@ -74,11 +73,14 @@ def to_numpy(column: pa.Array, nullable: Paths, *, owned: bool, times: bool = Tr
             view = _view(values).reshape(len(column), kind.list_size)
             return view if owned and view.flags.writeable else view.copy()
     if is_number(kind) or pt.is_boolean(kind):
+        view = _bits(column.buffers()[1], column) if pt.is_boolean(kind) else _view(column)
         if () in nullable or column.null_count:
-            return _with_nan(column)
+            out = view.astype(view.dtype if pt.is_floating(kind) else np.float64)
+            if column.null_count:
+                out[_invalid(column)] = np.nan
+            return out
         if pt.is_boolean(kind):
-            return _bits(column.buffers()[1], column).astype(bool)
-        view = _view(column)
+            return view.astype(bool)
         return view if owned and view.flags.writeable else view.copy()
     if (unit := _time_unit(kind)) is not None:
         return _times(column, unit) if times else to_python(column)
@@ -190,14 +192,6 @@ def _invalid(column: pa.Array) -> Any:
     return _bits(column.buffers()[0], column) == 0
 
 
-def _with_nan(column: pa.Array) -> Any:
-    values = _bits(column.buffers()[1], column) if pt.is_boolean(column.type) else _view(column)
-    out = values.astype(values.dtype if pt.is_floating(column.type) else np.float64)
-    if column.null_count:
-        out[_invalid(column)] = np.nan
-    return out
-
-
 def _time_unit(kind: pa.DataType) -> str | None:
     if pt.is_timestamp(kind):
         return f"datetime64[{kind.unit}]"
@@ -227,8 +221,10 @@ def items(column: pa.Array) -> pa.Array:
     return column.values.slice(int(ends[0]), int(ends[-1] - ends[0])) if len(ends) else column.values.slice(0, 0)
 
 
-def _ends(column: pa.Array) -> Any:
-    """Return the offsets of a list column, relative to its first value."""
+def list_ends(column: pa.Array) -> Any:
+    """Return where each list of a column begins in its ``items``, and the end of the last one."""
+    if pt.is_fixed_size_list(column.type):
+        return np.arange(len(column) + 1) * column.type.list_size
     ends = _view(column.offsets)
     return ends - ends[0] if len(ends) else np.zeros(1, np.int64)
 
@@ -239,18 +235,14 @@ def _lists(column: pa.Array, nullable: Paths, owned: bool) -> Any:
     if () in nullable or column.null_count:
         rows = [_row(to_numpy(each.values, inner, owned=False)) if each.is_valid else None for each in column]
         return stacked(rows)
-    values = to_numpy(items(column), inner, owned=owned)
-    if pt.is_fixed_size_list(kind):
-        if not isinstance(values, list):
-            return values.reshape(len(column), kind.list_size, *values.shape[1:])
-        ends = np.arange(len(column) + 1) * kind.list_size
-    else:
-        ends = _ends(column)
-    lengths = ends[1:] - ends[:-1]
+    values, ends = to_numpy(items(column), inner, owned=owned), list_ends(column)
     if isinstance(values, list):
         return stacked([_row(values[a:b]) for a, b in pairwise(ends.tolist())])
+    if pt.is_fixed_size_list(kind):
+        return values.reshape(len(column), kind.list_size, *values.shape[1:])
     if values.ndim > 1:  # lists of lists: an empty one has no inner length
         return stacked([values[a:b] if b > a else [] for a, b in pairwise(ends.tolist())])
+    lengths = ends[1:] - ends[:-1]
     if len(lengths) and (lengths == lengths[0]).all():
         return values.reshape(len(column), int(lengths[0]))
     return [values[a:b] for a, b in pairwise(ends.tolist())]  # np.split takes ten times as long

@@ -45,10 +45,6 @@ class Encoded:
     def take(self, places: Int64Array) -> Encoded:
         return Encoded(self.name, taken(self.array, places), self.schema)
 
-    @property
-    def null_count(self) -> int:
-        return int(self.array.null_count)
-
     def decodes(self, place: int) -> bool:
         """Return True if one row can be decoded."""
         try:
@@ -134,15 +130,15 @@ class Batch:
             return self
         columns = {name: cut(column, start, stop) for name, column in self.columns.items()}
         documents = None if self.documents is None else self.documents.slice(start, min(stop, len(self)))
-        return self._at(slice(start, stop), columns, self.owned, documents)
+        return self.part(slice(start, stop), columns, self.owned, documents)
 
     def keep(self, places: Int64Array) -> Batch:
         """Return the batch with only the rows at these places."""
         columns = {name: pick(column, places) for name, column in self.columns.items()}
         documents = None if self.documents is None else self.documents.keep(places)
-        return self._at(places, columns, True, documents)
+        return self.part(places, columns, True, documents)
 
-    def _at(self, places: Any, columns: dict[str, Any], owned: bool, documents: DocumentTable | None) -> Batch:
+    def part(self, places: Any, columns: dict[str, Any], owned: bool, documents: DocumentTable | None) -> Batch:
         """Return the rows at some places, given what is not one array of all rows."""
         ordinals = None if self.ordinals is None else self.ordinals[places]
         leaves = self.leaves if isinstance(self.leaves, int) else self.leaves[places]
@@ -166,7 +162,7 @@ class Batch:
         if self.ordinals is not None:
             ordinals = with_ordinals(self.ordinals[parents], ordinals + 1)  # 0 would leave some ordinals unchanged
         documents = None if self.documents is None else self.documents.keep(parents)
-        return replace(self._at(parents, columns, False, documents), nullable={}, ordinals=ordinals)
+        return replace(self.part(parents, columns, False, documents), nullable={}, ordinals=ordinals)
 
 
 def _bytes_of(column: Any) -> int:
@@ -213,21 +209,14 @@ def join(parts: Sequence[Batch]) -> Batch:
         ordinals = np.concatenate(
             [np.zeros(len(part), np.int64) if part.ordinals is None else part.ordinals for part in found]
         )
+    leaves = first.leaves
+    if any(not isinstance(part.leaves, int) or part.leaves != leaves for part in found):
+        leaves = np.concatenate([np.broadcast_to(np.asarray(part.leaves, np.int16), len(part)) for part in found])
+    documents = None
+    if any(part.documents is not None for part in found):
+        documents = DocumentTable.join([part.traced for part in found])
     rows, places = (np.concatenate(arrays) for arrays in zip(*((p.rows, p.places) for p in found), strict=True))
-    return Batch(columns, rows, places, True, nullable, ordinals, _join_leaves(found), _join_documents(found))
-
-
-def _join_leaves(parts: Sequence[Batch]) -> int | Int16Array:
-    first = parts[0].leaves
-    if isinstance(first, int) and all(isinstance(part.leaves, int) and part.leaves == first for part in parts):
-        return first
-    return np.concatenate([np.broadcast_to(np.asarray(part.leaves, np.int16), len(part)) for part in parts])
-
-
-def _join_documents(parts: Sequence[Batch]) -> DocumentTable | None:
-    if all(part.documents is None for part in parts):
-        return None
-    return DocumentTable.join([part.traced for part in parts])
+    return Batch(columns, rows, places, True, nullable, ordinals, leaves, documents)
 
 
 def alike(batches: Sequence[Batch]) -> bool:
@@ -284,8 +273,10 @@ def pick(column: Any, places: Int64Array) -> Any:
         return {name: pick(inner, places) for name, inner in column.items()}
     if isinstance(column, np.ndarray):
         return column[places]
-    if hasattr(column, "take") and hasattr(column, "null_count"):
-        return column.take(places) if isinstance(column, Encoded) else taken(column, places)
+    if isinstance(column, Encoded):
+        return column.take(places)
+    if isinstance(column, (pa.Array, pa.ChunkedArray)):
+        return taken(column, places)
     torch = loaded("torch")
     if torch is not None and isinstance(column, torch.Tensor):
         return column[torch.from_numpy(places)]

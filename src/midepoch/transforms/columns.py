@@ -27,7 +27,7 @@ class ColumnStep:
         """Return the names of the columns after the step."""
         return tuple(self.renamed(before).values())
 
-    def apply(self, batch: Batch) -> Batch:
+    def apply(self, batch: Batch, run: RunContext) -> Batch:  # noqa: ARG002
         names = self.renamed(list(batch.columns))
         nullable = {new: batch.nullable[old] for old, new in names.items() if old in batch.nullable}
         return batch.with_columns({new: batch.columns[old] for old, new in names.items()}, nullable)
@@ -99,11 +99,16 @@ class Cast:
 
 
 def type_named(name: str, given: Any) -> pa.DataType:
-    """Return the Arrow type for a user's argument: the type itself, its name ("int32"), or a numpy type."""
+    """Return the Arrow type for a user's argument: the type itself, its name, a numpy type, or a feature."""
     if isinstance(given, pa.DataType):
         return given
     if type(given).__module__.partition(".")[0] == "datasets" or isinstance(given, (dict, list)):
-        return _of_feature(name, given)
+        feature = type(given).__name__
+        if feature in ("Image", "Audio", "Video"):
+            options = "sampling_rate=…" if feature == "Audio" else "size=…"
+            raise TypeError(f"cast: files of {feature.lower()} are decoded by ds.decode({name!r}, {options})")
+        datasets = import_datasets("features are a thing of Hugging Face's")
+        return datasets.Features({name: given}).arrow_schema.field(name).type
     try:
         return pa.type_for_alias(given) if isinstance(given, str) else pa.from_numpy_dtype(np.dtype(given))
     except (ValueError, TypeError, pa.ArrowException):
@@ -111,16 +116,6 @@ def type_named(name: str, given: Any) -> pa.DataType:
             f"cast: column {name!r} cannot become {given!r}. Name an Arrow type, such as pa.list_(pa.int32()) or "
             "'int32'"
         ) from None
-
-
-def _of_feature(name: str, feature: Any) -> pa.DataType:
-    """Return the Arrow type of a Hugging Face feature."""
-    kind = type(feature).__name__
-    if kind in ("Image", "Audio", "Video"):
-        options = "sampling_rate=…" if kind == "Audio" else "size=…"
-        raise TypeError(f"cast: files of {kind.lower()} are decoded by ds.decode({name!r}, {options})")
-    datasets = import_datasets("features are a thing of Hugging Face's")
-    return datasets.Features({name: feature}).arrow_schema.field(name).type
 
 
 def converted(name: str, column: Any, kind: pa.DataType) -> Any:
@@ -186,53 +181,39 @@ def common_type(a: pa.DataType, b: pa.DataType) -> pa.DataType | None:
         return None if wide.kind == "f" else pa.from_numpy_dtype(wide)
     if t.is_floating(a) and t.is_floating(b):
         return a if a.bit_width >= b.bit_width else b
-    for families in (_TEXT, _BINARY):
-        if any(test(a) for test in families) and any(test(b) for test in families):
-            plain, large = (pa.string(), pa.large_string()) if families is _TEXT else (pa.binary(), pa.large_binary())
-            return large if families[1](a) or families[1](b) else plain
+    for family in (TEXT, BINARY):
+        if a in family and b in family:
+            return family[family[1] in (a, b)]
     if is_list(a) and is_list(b):
-        return _common_list(a, b)
+        values = common_type(a.value_type, b.value_type)
+        return None if values is None else _list_of(values, a, b)
     if t.is_struct(a) and t.is_struct(b):
-        return _common_struct(a, b)
+        kinds: dict[str, pa.DataType] = {}
+        for field in (*a, *b):
+            both = common_type(kinds.get(field.name, field.type), field.type)
+            if both is None:
+                return None
+            kinds[field.name] = both
+        return pa.struct(list(kinds.items()))
     return a if a.equals(b) else None
 
 
-_TEXT = (pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view)
-_BINARY = (pa.types.is_binary, pa.types.is_large_binary, pa.types.is_binary_view)
+TEXT = (pa.string(), pa.large_string(), pa.string_view())
+BINARY = (pa.binary(), pa.large_binary(), pa.binary_view())
 
 
-def _common_list(a: pa.DataType, b: pa.DataType) -> pa.DataType | None:
-    values = common_type(a.value_type, b.value_type)
-    if values is None:
-        return None
-    fixed = [pa.types.is_fixed_size_list(kind) for kind in (a, b)]
-    if all(fixed) and a.list_size == b.list_size:
-        return pa.list_(values, a.list_size)
-    large = pa.types.is_large_list(a) or pa.types.is_large_list(b)
-    return pa.large_list(values) if large else pa.list_(values)
-
-
-def _common_struct(a: pa.DataType, b: pa.DataType) -> pa.DataType | None:
-    fields = []
-    names = dict.fromkeys([field.name for kind in (a, b) for field in (kind.field(i) for i in range(kind.num_fields))])
-    for name in names:
-        places = [kind.get_field_index(name) for kind in (a, b)]
-        kinds = [kind.field(at).type for kind, at in zip((a, b), places, strict=True) if at >= 0]
-        both = common_type(kinds[0], kinds[-1])
-        if both is None:
-            return None
-        fields.append(pa.field(name, both))
-    return pa.struct(fields)
+def _list_of(item: pa.DataType, a: pa.DataType, b: pa.DataType) -> pa.DataType:
+    """Return the type of lists of an item that holds lists as long as those of two types."""
+    if all(map(pa.types.is_fixed_size_list, (a, b))) and a.list_size == b.list_size:
+        return pa.list_(item, a.list_size)
+    return pa.large_list(item) if any(map(pa.types.is_large_list, (a, b))) else pa.list_(item)
 
 
 def inside(column: pa.DataType, kind: pa.DataType) -> pa.DataType:
     """Return the type of lists whose items are numbers of this type, if the column is one of lists of numbers."""
     if not (pa.types.is_primitive(kind) and is_list(column)):
         return kind
-    item = inside(column.value_type, kind)
-    if pa.types.is_fixed_size_list(column):
-        return pa.list_(item, column.list_size)
-    return pa.large_list(item) if pa.types.is_large_list(column) else pa.list_(item)
+    return _list_of(inside(column.value_type, kind), column, column)
 
 
 def types_by_name(columns: Mapping[str, Any] | pa.Schema) -> tuple[tuple[str, pa.DataType], ...]:

@@ -118,7 +118,11 @@ class ContextSlice:
         if by_document and bounds is not None:
             found = [self._places(ends) for ends in bounds]
         else:
-            self._check_length(length)
+            if length % self.multiple():
+                raise ValueError(
+                    f"context parallelism over {self.size} ranks with the layout {self.layout!r} needs sequences of a "
+                    f"multiple of {self.multiple()} tokens, got {length}. Pack or pad them to such a length."
+                )
             found = [self._places(np.array([0, length]))] * rows
         width = round_up(max(map(len, found), default=0) * self.size, lcm(multiple, self.multiple())) // self.size
         places = np.full((rows, width), -1, np.int64)
@@ -147,13 +151,6 @@ class ContextSlice:
             out["max_seqlen"] = _longest(added["cu_seqlens"])
             out["max_seqlen_global"] = _longest(added.get("cu_seqlens_padded", bounds))
         return out
-
-    def _check_length(self, length: int) -> None:
-        if length % self.multiple():
-            raise ValueError(
-                f"context parallelism over {self.size} ranks with the layout {self.layout!r} needs sequences of a "
-                f"multiple of {self.multiple()} tokens, got {length}. Pack or pad them to such a length."
-            )
 
     def _places(self, bounds: Int64Array) -> Int64Array:
         """Return the tokens of a sequence that this rank has, with -1 for padding, in ascending order.

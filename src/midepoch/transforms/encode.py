@@ -20,7 +20,7 @@ from midepoch.errors import MapError
 from midepoch.transforms.arrow_values import as_arrow
 from midepoch.transforms.batch import Batch
 from midepoch.transforms.formats import ITEM
-from midepoch.transforms.function import RunContext, failed
+from midepoch.transforms.function import RunContext, failed, name_of
 from midepoch.transforms.map import Map, TableColumns
 
 NAME_COLUMNS = "Name its parts when you open it: from_map_style(ds, columns=['x', 'y'])."
@@ -70,7 +70,7 @@ class Transform:
 
     @property
     def __name__(self) -> str:
-        return getattr(self.function, "__name__", None) or type(self.function).__name__
+        return name_of(self.function)
 
     def __call__(self, row: Mapping[str, Any]) -> Any:
         result = self.function({name: [value] for name, value in row.items()})
@@ -119,15 +119,15 @@ class Tokenize:
                 "tokenize: some texts are null, and are tokenized as empty ones. To leave them out, filter before."
             )
             texts = ["" if text is None else text for text in texts]
-        if texts and isinstance(texts[0], list) and texts[0] and isinstance(texts[0][0], Mapping):
+        first = texts[0] if texts else ""
+        if isinstance(first, list) and first and isinstance(first[0], Mapping):
             raise MapError(
                 "a tokenizer takes text, but the column holds conversations. Use map(lambda row: "
                 "tokenizer.apply_chat_template(row['messages'], return_dict=True)) with a tokenizer of transformers."
             )
-        if texts and not isinstance(texts[0], str | list | tuple):
-            raise MapError(f"a tokenizer takes text, but the column holds {type(texts[0]).__name__}: {texts[0]!r:.60}")
-        words = self.options.keys() & {"is_pretokenized", "is_split_into_words"}
-        if texts and isinstance(texts[0], list) and not words:
+        if not isinstance(first, str | list | tuple):
+            raise MapError(f"a tokenizer takes text, but the column holds {type(first).__name__}: {first!r:.60}")
+        if isinstance(first, list) and not self.options.keys() & {"is_pretokenized", "is_split_into_words"}:
             raise MapError(
                 "a tokenizer takes text, but the column holds lists of texts. Make a row of each with unbatch(), join "
                 "them with map, or pass is_split_into_words=True (is_pretokenized=True for tokenizers) for words."
@@ -192,22 +192,14 @@ class Items:
         """The columns of a row."""
         return (ITEM,) if self.columns is None else self.columns
 
-    @cached_property
-    def gets_many(self) -> bool:
-        """True if the dataset returns several items in one call. A ``Subset`` of torch does so if its dataset does."""
-        inner = self.dataset
-        while type(inner).__module__.startswith("torch.utils.data") and hasattr(inner, "dataset"):
-            inner = inner.dataset
-        return callable(getattr(inner, "__getitems__", None)) and callable(getattr(self.dataset, "__getitems__", None))
-
     def __call__(self, number: int) -> tuple[Any, ...]:
         """Return the values of one row, in the order of ``outputs``."""
         return self._values(number, self.dataset[number])
 
     def many(self, numbers: list[int]) -> list[tuple[Any, ...]]:
         """Return the values of several rows, by one call if possible."""
-        dataset = self.dataset
-        found = dataset.__getitems__(numbers) if self.gets_many else [dataset[number] for number in numbers]
+        get = getattr(self.dataset, "__getitems__", None)
+        found = get(numbers) if callable(get) else [self.dataset[number] for number in numbers]
         if len(found) != len(numbers):
             raise MapError(f"{self.__name__}.__getitems__ returned {len(found)} items for {len(numbers)} numbers")
         return [self._values(number, item) for number, item in zip(numbers, found, strict=True)]
@@ -239,7 +231,7 @@ class OfItem:
 
     @property
     def __name__(self) -> str:
-        return getattr(self.function, "__name__", None) or type(self.function).__name__
+        return name_of(self.function)
 
     @property
     def outputs(self) -> tuple[str, ...]:
@@ -250,10 +242,9 @@ class OfItem:
         result = self.function(item, *args, **kwargs)
         if self.kind == "filter":
             return result
-        if self.kind == "flat_map" and isinstance(result, Iterable) and not isinstance(result, (str, bytes, Mapping)):
-            return [{ITEM: each} for each in result]
         if self.kind == "flat_map":
-            return result  # an error, which names the row
+            are_items = isinstance(result, Iterable) and not isinstance(result, (str, bytes, Mapping))
+            return [{ITEM: each} for each in result] if are_items else result  # else an error, which names the row
         merges = isinstance(item, dict) and isinstance(result, Mapping)
         return {ITEM: {**item, **result} if merges else item if result is None else result}
 

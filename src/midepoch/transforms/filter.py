@@ -12,13 +12,14 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from midepoch._internal.hints import warn_once
 from midepoch.errors import ColumnError, MapError
 from midepoch.sources.filters import Filter, comparable
 from midepoch.sources.schemas import taken
 from midepoch.transforms.arrow_values import as_arrow, flat_numbers
 from midepoch.transforms.batch import Batch, join
 from midepoch.transforms.formats import arrow_column, present, present_rows
-from midepoch.transforms.function import Function, RunContext, returned_nothing
+from midepoch.transforms.function import Function, RunContext
 
 if TYPE_CHECKING:
     import pyarrow.compute as pc
@@ -36,8 +37,7 @@ class FilterRows(Function):
     kind: ClassVar[str] = "filter"
 
     def apply(self, batch: Batch, run: RunContext) -> Batch:
-        given = self.given(batch)
-        kept = self.seeded(given, run, lambda run: (self._groups if self.batched else self._rows)(given, run))
+        kept = self.computed(batch, run)
         return batch if len(kept) == len(batch) else batch.keep(np.array(kept, dtype=np.int64))
 
     def _rows(self, given: Batch, run: RunContext) -> list[int]:
@@ -62,7 +62,7 @@ class FilterRows(Function):
             remedy = ". Call it" if callable(result) else "" if isinstance(result, Mapping) else ". Use any() or all()"
             raise MapError(f"a filter must return True or False, it returned a {type(result).__name__}{remedy}")
         if result is None:
-            returned_nothing(self.call, "which leaves the row out. Return True or False.")
+            warn_once("%s returned None, which leaves the row out. Return True or False.", self.call)
         try:
             return bool(result)
         except (ValueError, RuntimeError) as problem:  # an array of several values
@@ -76,8 +76,8 @@ class FilterRows(Function):
         return result
 
     def _groups(self, given: Batch, run: RunContext) -> list[int]:
-        results = self.on_groups(given, run)
-        return [start + i for start, _, result in results for i, kept in enumerate(result) if kept]
+        groups = self.on_groups(given, run)
+        return [start + i for start, _, result in groups for i, kept in enumerate(result) if kept]
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,7 +85,6 @@ class FilterExpression:
     """One call of ``filter`` with an expression. Null counts as false."""
 
     expression: pc.Expression
-    on_error: str = "raise"
 
     def apply(self, batch: Batch, run: RunContext) -> Batch:  # noqa: ARG002
         return self.apply_to([batch], self.mask([batch]))
@@ -93,7 +92,20 @@ class FilterExpression:
     def mask(self, batches: Sequence[Batch]) -> npt.NDArray[np.bool_]:
         """Return the mask of the rows of several batches for which it is true, from one evaluation."""
         arrays = _chunked(batches)
-        return _evaluated(self.expression, pa.Table.from_arrays(list(arrays.values()), names=list(arrays)))
+        table = pa.Table.from_arrays(list(arrays.values()), names=list(arrays))
+        # For columns of only nulls several types are tried.
+        nulls = [field.name for field in table.schema if pa.types.is_null(field.type)]
+        problem: Exception | None = None
+        for kind in (pa.null(), pa.string(), pa.int64(), pa.float64()) if nulls else (pa.null(),):
+            for name in nulls:
+                typed = pa.chunked_array([pa.nulls(len(table), kind)])
+                table = table.set_column(table.column_names.index(name), name, typed)
+            try:
+                return _mask(self.expression, table)
+            except (pa.ArrowException, KeyError) as other:
+                problem = problem or other
+        names = ", ".join(table.column_names)
+        raise ColumnError(f"filter({self.expression}): {problem}. The columns are: {names}.") from None
 
     def apply_to(self, batches: Sequence[Batch], mask: npt.NDArray[np.bool_]) -> Batch:
         """Return the rows of several batches that a mask keeps, as one batch."""
@@ -119,22 +131,6 @@ def _chunked(batches: Sequence[Batch]) -> dict[str, pa.ChunkedArray]:
         with suppress(MapError):  # an expression cannot use a column that Arrow cannot represent
             arrays[name] = pa.chunked_array([arrow_column(name, batch.columns[name]) for batch in batches])
     return arrays
-
-
-def _evaluated(expression: pc.Expression, table: pa.Table) -> npt.NDArray[np.bool_]:
-    """Return the mask of rows for which it is true. For columns of only nulls several types are tried."""
-    nulls = [field.name for field in table.schema if pa.types.is_null(field.type)]
-    problem: Exception | None = None
-    for kind in (pa.null(), pa.string(), pa.int64(), pa.float64()) if nulls else (pa.null(),):
-        for name in nulls:
-            typed = pa.chunked_array([pa.nulls(len(table), kind)])
-            table = table.set_column(table.column_names.index(name), name, typed)
-        try:
-            return _mask(expression, table)
-        except (pa.ArrowException, KeyError) as other:
-            problem = problem or other
-    names = ", ".join(table.column_names)
-    raise ColumnError(f"filter({expression}): {problem}. The columns are: {names}.") from None
 
 
 def _mask(expression: pc.Expression, table: pa.Table) -> npt.NDArray[np.bool_]:

@@ -110,21 +110,17 @@ def present_rows(batch: Batch, kind: str) -> list[Any]:
 
 def unshared(batch: Batch) -> Batch:
     """Return the batch with copies of columns that a map returned, so that writes do not affect a second attempt."""
-    made = {name: c for name, c in batch.columns.items() if not isinstance(c, (pa.Array, Encoded))}
-    if not made:
-        return batch
-    return replace(batch, columns={**batch.columns, **{name: own_copy(column) for name, column in made.items()}})
+    made = {name: own_copy(c) for name, c in batch.columns.items() if not isinstance(c, (pa.Array, Encoded))}
+    return replace(batch, columns={**batch.columns, **made}) if made else batch
 
 
 def can_repeat(batch: Batch) -> bool:
     """Return True if a function can be called again for these rows, because its writes do not change them."""
-    return all(map(_is_fixed, batch.columns.values()))
-
-
-def _is_fixed(column: Any) -> bool:
-    if isinstance(column, (pa.Array, Encoded)):  # every call gets new values
-        return True
-    return type(column) is list and set(map(type, column)) <= _FIXED_TYPES
+    return all(
+        isinstance(column, (pa.Array, Encoded))  # every call gets new values
+        or (type(column) is list and set(map(type, column)) <= _FIXED_TYPES)
+        for column in batch.columns.values()
+    )
 
 
 _FIXED = (str, bytes, int, float, bool, complex, type(None))
@@ -177,10 +173,7 @@ def finish(presented: Any, kind: str) -> Any:
     """Convert numpy arrays to tensors of the format. Everything else is unchanged."""
     if kind not in ("torch", "jax"):
         return presented
-    convert = _torch() if kind == "torch" else _jax()
-    if isinstance(presented, dict):  # fast path for the common case
-        return {name: _each_array(column, convert) for name, column in presented.items()}
-    return _each_array(presented, convert)
+    return _each_array(presented, _torch() if kind == "torch" else _jax())
 
 
 def as_tensor(array: Any) -> Any:

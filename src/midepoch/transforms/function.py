@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -19,26 +18,16 @@ from midepoch.transforms.batch import Batch, check_columns
 from midepoch.transforms.formats import ITEM, Allocate, can_repeat, finish, own_copy, present, present_rows, unshared
 from midepoch.transforms.generators import Generators, Seeds, torch_generator
 
-T = TypeVar("T")
 _log = logging.getLogger("midepoch")
-
-
-@functools.lru_cache(maxsize=256)
-def returned_nothing(call: str, consequence: str) -> None:
-    """Log, once for each function, that it returned None."""
-    _log.warning("%s returned None, %s", call, consequence)
 
 
 _MANY = 16
 """Rows from which all keys are computed in one call."""
 
 
-def _uncounted(rows: int) -> None:
-    """Do not count skipped rows."""
-
-
-def _same(rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    return rows
+def name_of(function: Any) -> str:
+    """Return the name of a function, or of the class of a callable object."""
+    return getattr(function, "__name__", None) or type(function).__name__
 
 
 @dataclass(frozen=True)
@@ -55,9 +44,9 @@ class RunContext:
     path: int = 0
     generators: Generators = field(default_factory=Generators)
     seeds: Seeds | None = None
-    skipped: Callable[[int], None] = field(default=_uncounted)
+    skipped: Callable[[int], None] = field(default=lambda _: None)
     """Called with the number of rows that failed and were skipped."""
-    source_rows: Callable[[npt.NDArray[np.int64]], npt.NDArray[np.int64]] = field(default=_same)
+    source_rows: Callable[[npt.NDArray[np.int64]], npt.NDArray[np.int64]] = field(default=lambda rows: rows)
     """Returns the numbers in the source of rows of the dataset."""
     collect: Allocate | None = None
     """For the last function: where to put arrays of its rows, which become one array each. None: they stay apart."""
@@ -84,7 +73,7 @@ class Function:
 
     @property
     def name(self) -> str:
-        return getattr(self.function, "__name__", None) or type(self.function).__name__
+        return name_of(self.function)
 
     @property
     def call(self) -> str:
@@ -95,28 +84,37 @@ class Function:
         """True if the function gets a list of each column."""
         return self.batched or getattr(self.function, "gets_lists", False)
 
-    def given(self, batch: Batch) -> Batch:
-        """Return the columns for the function. They are not owned, so that its writes do not change the batch."""
+    def computed(self, batch: Batch, run: RunContext) -> Any:
+        """Return what ``_rows`` or ``_groups`` make of a batch, while the global generators are seeded.
+
+        They get the columns for the function. These are not owned, so that its writes do not change the batch.
+        """
         used = self.input_columns if self.input_columns is not None else tuple(batch.columns)
         check_columns(used, list(batch.columns), self.call)
-        return replace(batch, columns={name: batch.columns[name] for name in used}, owned=False)
+        given = replace(batch, columns={name: batch.columns[name] for name in used}, owned=False)
+        action = self._groups if self.batched else self._rows
+        if not self.seed_globals:
+            return action(given, run)
+        return run.generators.run(
+            self,
+            ("functions", self.number, run.epoch),
+            lambda seeds: action(given, run if seeds is None else replace(run, seeds=seeds)),
+            repeatable=self.on_error != "skip" and can_repeat(given),  # skipped rows are counted once
+        )
+
+    def _rows(self, given: Batch, run: RunContext) -> Any:
+        """Return the results of calls for each row."""
+        return self.on_rows(given, run)
+
+    def _groups(self, given: Batch, run: RunContext) -> Any:
+        """Return the results of calls for groups of rows."""
+        return self.on_groups(given, run)
 
     def fresh(self, given: Batch) -> Batch:
         """Return the batch for one attempt: a copy if failures are skipped, since a second attempt needs the same
         values.
         """
         return unshared(given) if self.on_error == "skip" else given
-
-    def seeded(self, given: Batch, run: RunContext, action: Callable[[RunContext], T]) -> T:
-        """Return the result of ``action``, which calls the function for these rows with seeded global generators."""
-        if not self.seed_globals:
-            return action(run)
-        return run.generators.run(
-            self,
-            ("functions", self.number, run.epoch),
-            lambda seeds: action(run if seeds is None else replace(run, seeds=seeds)),
-            repeatable=self.on_error != "skip" and can_repeat(given),  # skipped rows are counted once
-        )
 
     def on_rows(
         self, given: Batch, run: RunContext, take: Callable[[Any], Any] | None = None, rows: list[Any] | None = None
@@ -251,56 +249,50 @@ def _can_refill(value: Any) -> bool:
     return isinstance(value, (list, dict, np.ndarray)) or hasattr(value, "clone")
 
 
-_NOT_LIST = re.compile("not (iterable|subscriptable)|no len")
-_EXTRA_FIRST = re.compile(
-    "'(int|.*Generator)' object is not subscriptable|"
-    "'dict' object has no attribute '(random|integers|normal|uniform|choice)'"
-)
-_NOT_ROW = re.compile("not subscriptable|indices must be integers")
-
-
 def _remedy(problem: Exception, row: Any, call: Function) -> str:
     """Return what to do about common mistakes in functions of a row, of a batch, or of some columns."""
-    batched, columns = call.batched, call.input_columns
-    if columns is not None and isinstance(problem, TypeError) and _NOT_ROW.search(str(problem)):
+    batched, columns, text = call.batched, call.input_columns, str(problem)
+    of_type, of_value = isinstance(problem, TypeError), isinstance(problem, (TypeError, AttributeError))
+    named = row if isinstance(row, Mapping) else {}
+    if columns is not None and of_type and re.search("not subscriptable|indices must be integers", text):
         if columns == (ITEM,):
             return ". A row is an item here, without columns. Name its parts: from_map_style(…, columns=['x', 'y'])."
         return f". It is called with the values of {', '.join(columns)}: omit input_columns for a function of the row."
-    if isinstance(problem, (TypeError, AttributeError)) and "'list'" in str(problem) and call.gets_lists:
+    if of_value and "'list'" in text and call.gets_lists:
         instead = "omit batched=True" if batched else "use map"
         return f". It is called with a list of each column: {instead} for a function of one row."
-    if columns is None and re.search("(text input|TextEncodeInput) must be", str(problem)):
+    if columns is None and re.search("(text input|TextEncodeInput) must be", text):
         return ". A tokenizer takes texts, and a row is a dict: use ds.tokenize(tokenizer), or input_columns='text'."
-    if (
-        call.input_format == "arrow"
-        and isinstance(problem, (TypeError, AttributeError))
-        and "pyarrow.lib" in str(problem)
-    ):
+    if call.input_format == "arrow" and of_value and "pyarrow.lib" in text:
         return ". After with_format('arrow') a function gets tables: use pyarrow.compute, or call with_format after it."
-    if call.with_generator and "numpy.random" in str(problem) and "torch" in str(problem):
+    if call.with_generator and "numpy.random" in text and "torch" in text:
         return '. For a generator of torch, pass with_generator="torch".'
-    if (call.with_indices or call.with_generator) and _EXTRA_FIRST.search(str(problem)):
+    if (call.with_indices or call.with_generator) and _EXTRA_FIRST.search(text):
         return ". The row is the first argument; its number or its generator is the second."
-    if isinstance(problem, (TypeError, AttributeError)) and not batched and "NoneType" in str(problem):
-        empty = [name for name, value in row.items() if value is None] if isinstance(row, Mapping) else []
-        if empty:
-            return f". {', '.join(map(repr, empty))} is None in the row: test for it, or filter such rows out before."
-    if isinstance(problem, TypeError) and not batched and "bytes-like object" in str(problem):
-        held = [name for name, value in row.items() if isinstance(value, bytes)] if isinstance(row, Mapping) else []
-        if held:
-            return f". {held[0]!r} holds bytes: for text, row[{held[0]!r}].decode()."
-    if isinstance(problem, TypeError) and not batched and _NOT_LIST.search(str(problem)):
+    empty = [name for name, value in named.items() if value is None]
+    if empty and of_value and not batched and "NoneType" in text:
+        return f". {', '.join(map(repr, empty))} is None in the row: test for it, or filter such rows out before."
+    held = [name for name, value in named.items() if isinstance(value, bytes)]
+    if held and of_type and not batched and "bytes-like object" in text:
+        return f". {held[0]!r} holds bytes: for text, row[{held[0]!r}].decode()."
+    if of_type and not batched and re.search("not (iterable|subscriptable)|no len", text):
         return ". It is called with one row: pass batched=True for a function of lists."
     if isinstance(problem, KeyError) and isinstance(row, Mapping) and problem.args and problem.args[0] not in row:
         return f". The row has: {', '.join(map(str, row))}. If it is a key of another dict, use .get()."
     if isinstance(problem, AttributeError) and isinstance(row, Mapping):
         return _of_attribute(problem, row)
-    if isinstance(problem, TypeError) and re.search("positional argument|unexpected keyword", str(problem)):
+    if of_type and re.search("positional argument|unexpected keyword", text):
         return (
             ". It is called with the row or the values of input_columns; with_indices=True adds its number, "
             "with_generator=True a generator, and fn_kwargs arguments by name."
         )
     return ""
+
+
+_EXTRA_FIRST = re.compile(
+    "'(int|.*Generator)' object is not subscriptable|"
+    "'dict' object has no attribute '(random|integers|normal|uniform|choice)'"
+)
 
 
 def _of_attribute(problem: AttributeError, row: Mapping[str, Any]) -> str:

@@ -8,7 +8,7 @@ its first calls is called without seeding. The states are compared afterwards. I
 computed again, and it is seeded for every later call.
 
 In worker threads the global generators belong to all threads. Draws from torch's are replaced there by draws from a
-generator of the thread, with the same numbers (``ThreadSeeds``). Functions that draw from the others are refused if
+generator of the thread, with the same numbers. Functions that draw from the others are refused if
 that is found before the threads start. Later it is a warning, since another thread may have drawn.
 """
 
@@ -40,10 +40,15 @@ _STATE_BYTES: Final = 625 * 4  # of an MT19937: 624 words and the index of the n
 
 
 class Seeds:
-    """Seeds of the rows of one step in one epoch."""
+    """Seeds of the rows of one step in one epoch.
 
-    def __init__(self, key: npt.NDArray[np.uint64], watched: int) -> None:
-        self._key, self._watched, self._last = key, watched, None  # type: tuple[Any, int, GeneratorStates | None]
+    ``watched``: calls that are checked one by one. ``generator``: that of a thread, in which torch's draws are replaced
+    by draws from it. Nothing else is seeded there.
+    """
+
+    def __init__(self, key: npt.NDArray[np.uint64], watched: int = 0, generator: Any = None) -> None:
+        self._key, self._watched, self._generator = key, watched, generator
+        self._last: GeneratorStates | None = None
         self.calls = 0
         self.drew: frozenset[str] = frozenset()
         """The generators from which something was drawn, as far as it was checked."""
@@ -57,7 +62,10 @@ class Seeds:
         return seeds
 
     def set(self, seed: int) -> None:
-        """Seed the global generators for the next call."""
+        """Seed the generators for the next call."""
+        if self._generator is not None:
+            self._generator.manual_seed(seed >> 32)
+            return
         self.look()
         self.calls += 1
         random.seed(seed)
@@ -149,7 +157,7 @@ class Generators:
         torch: Any = sys.modules["torch"]
         generator = torch.Generator()
         with _thread_mode()(generator):
-            result = action(ThreadSeeds(self._key(where), generator))
+            result = action(Seeds(self._key(where), generator=generator))
         self._warn_of(function, before.drawn())
         return result
 
@@ -191,18 +199,6 @@ def _scrambled(numbers: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     numbers = (numbers ^ (numbers >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     numbers = (numbers ^ (numbers >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return numbers ^ (numbers >> np.uint64(31))
-
-
-class ThreadSeeds(Seeds):
-    """Seeds of torch's draws in one thread, which ``_thread_mode`` takes from a generator of the thread."""
-
-    def __init__(self, key: npt.NDArray[np.uint64], generator: Any) -> None:
-        super().__init__(key, 0)
-        self._generator = generator
-
-    def set(self, seed: int) -> None:
-        """Seed the generator of the thread for the next call."""
-        self._generator.manual_seed(seed >> 32)
 
 
 @lru_cache(maxsize=1)

@@ -45,14 +45,6 @@ class Layout:
     context: ContextSlice | None = None
     other: tuple[str, ...] = ()
 
-    def __post_init__(self) -> None:
-        if self.kind not in LAYOUTS:
-            raise ValueError(f"layout must be one of {', '.join(map(repr, LAYOUTS))}, got {self.kind!r}")
-        if self.multiple < 1:
-            raise ValueError(f"lengths can be rounded up to a multiple of 1 or more, got {self.multiple}")
-        if self.column in self.other:
-            raise ValueError(f"{self.column!r} is the column whose lengths count and cannot be in other")
-
     def arrange(self, batch: Batch, allocate: Allocate | None = None, kind: str = "torch") -> dict[str, Any]:
         """Return the columns as numpy arrays, for ``finish``. ``kind``: the format of columns that stay as they are.
 

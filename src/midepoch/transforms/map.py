@@ -9,7 +9,7 @@ the processor's cache then, and their memory can be used for the next row.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from inspect import isgenerator
 from typing import Any, ClassVar
@@ -17,12 +17,13 @@ from typing import Any, ClassVar
 import numpy as np
 import pyarrow as pa
 
+from midepoch._internal.hints import warn_once
 from midepoch._internal.values import loaded
 from midepoch.errors import ColumnError, MapError
 from midepoch.transforms.arrow_values import as_arrow, flat_numbers, is_list, plain_array
 from midepoch.transforms.batch import Batch, Encoded, check_columns, join_columns, pick
 from midepoch.transforms.formats import Allocate, own_copy, room
-from midepoch.transforms.function import Function, RunContext, returned_nothing
+from midepoch.transforms.function import Function, RunContext
 
 _LEAST_BYTES = 4096
 """Bytes of a row below which the column is assembled faster in one piece."""
@@ -45,7 +46,7 @@ class Collected:
             for name, value in result.items():
                 array = _array(value)
                 if array is not None and array.nbytes >= _LEAST_BYTES:
-                    self._columns[name] = CollectedRows(array, self._allocate, self._rows)
+                    self._columns[name] = CollectedRows(type(value), array, self._allocate, self._rows)
             if not self._columns:
                 return None
         if type(result) is not dict or result.keys() != self._names:
@@ -62,34 +63,28 @@ class Collected:
 class CollectedRows:
     """A column of arrays of one shape and type: one array. A list if a row is different."""
 
-    def __init__(self, first: Any, allocate: Allocate, rows: int) -> None:
-        shape = (rows, *first.shape)
-        self._rows = room(shape, first.dtype, allocate)
-        self._count, self._is_tensor = 0, False
+    def __init__(self, kind: type, first: Any, allocate: Allocate, rows: int) -> None:
+        """``kind``: of the values, arrays or tensors. ``first``: the first of them, as an array."""
+        self._rows, self._kind, self._count = room((rows, *first.shape), first.dtype, allocate), kind, 0
         self._others: list[Any] | None = None
 
     def add(self, value: Any) -> None:
         """Add the value of the next row."""
-        array = _array(value) if self._others is None else None
-        is_tensor = type(value) is not np.ndarray
-        if array is None or array.shape != self._rows.shape[1:] or array.dtype != self._rows.dtype:
-            self._others = self._apart() if self._others is None else self._others
-        elif self._count and is_tensor != self._is_tensor:
-            self._others = self._apart()
-        if self._others is not None:
-            self._others.append(value)
-            return
-        self._rows[self._count] = array
-        self._count, self._is_tensor = self._count + 1, is_tensor
+        rows, count = self._rows, self._count
+        if self._others is None:
+            array = _array(value) if type(value) is self._kind else None
+            if array is not None and array.shape == rows.shape[1:] and array.dtype == rows.dtype:
+                rows[count] = array
+                self._count = count + 1
+                return
+            self._others = list(rows[:count])  # the rows so far, as they were returned
+            if count and self._kind is not np.ndarray:
+                self._others = [sys.modules["torch"].from_numpy(row) for row in self._others]
+        self._others.append(value)
 
     def column(self) -> Any:
         """Return the column."""
         return self._rows[: self._count] if self._others is None else self._others
-
-    def _apart(self) -> list[Any]:
-        """Return the rows so far as they were returned."""
-        rows = list(self._rows[: self._count])
-        return [sys.modules["torch"].from_numpy(row) for row in rows] if self._is_tensor else rows
 
 
 def _array(value: Any) -> Any:
@@ -131,9 +126,8 @@ class Map(Function):
 
     def apply(self, batch: Batch, run: RunContext) -> Batch:
         """Return the batch with the function's columns. Rows that fail are dropped if ``on_error`` is "skip"."""
-        given = self.given(batch)
         check_columns(self.remove_columns, list(batch.columns), f"map({self.name}, remove_columns=…)")
-        kept, made = self.seeded(given, run, lambda run: (self._groups if self.batched else self._rows)(given, run))
+        kept, made = self.computed(batch, run)
         places = np.array(kept, dtype=np.int64)
         if not self.one_to_one:
             return batch.made_of(dict(made), places)
@@ -154,14 +148,16 @@ class Map(Function):
             check_same(self.call, result, results, int(given.rows[i]))
             results.append(result)
             kept.append(i)
-        columns = {name: [result[name] for result in results] for name in (results[0] if results else ())}
+        columns = _columns(results, lambda name: [result[name] for result in results])
         for name, values in columns.items():
             if isinstance(values[0], Iterator):
                 raise MapError(
                     f"{self.call} returned a {type(values[0]).__name__} as column {name!r}, whose values are not made "
                     "yet. Return list(…) of it."
                 )
-        return kept, _like(results, columns | collected.columns() if collected else columns)
+        if collected is not None:
+            columns.update(collected.columns())
+        return kept, columns
 
     def _groups(self, given: Batch, run: RunContext) -> tuple[list[int], dict[str, Any]]:
         """Return the same for groups of rows. If they are not one to one, new rows belong to the first of a group."""
@@ -175,14 +171,15 @@ class Map(Function):
                 check_same(self.call, result, parts, int(given.rows[start]))
                 parts.append(result)
                 places += range(start, stop) if self.one_to_one else [start] * count
-        columns = {name: join_columns(name, [part[name] for part in parts]) for name in (parts[0] if parts else ())}
-        return places, _like(parts, columns)
+        return places, _columns(parts, lambda name: join_columns(name, [part[name] for part in parts]))
 
     def checked(self, result: Any) -> Mapping[str, Any]:
         if type(result) is dict:
             return result
         if result is None:
-            returned_nothing(self.call, "and the row stays as it is. Return a dict of the columns that change.")
+            warn_once(
+                "%s returned None, and the row stays as it is. Return a dict of the columns that change.", self.call
+            )
             return {}
         if isinstance(result, pa.RecordBatch):
             result = pa.Table.from_batches([result])
@@ -246,7 +243,9 @@ def _described(result: Mapping[str, Any]) -> str:
     return f"a table of {names}" if _is_table(result) else names
 
 
-def _like(results: Sequence[Mapping[str, Any]], columns: dict[str, Any]) -> dict[str, Any]:
+def _columns(results: Sequence[Mapping[str, Any]], column: Callable[[str], Any]) -> dict[str, Any]:
+    """Return the columns of all results. ``column``: function that joins those of one name."""
+    columns = {name: column(name) for name in results[0]} if results else {}
     return TableColumns(columns) if results and _is_table(results[0]) else columns
 
 
@@ -275,15 +274,13 @@ class FlatMap(Function):
     def apply(self, batch: Batch, run: RunContext) -> Batch:
         rows: list[Mapping[str, Any]] = []
         parents: list[int] = []
-        given = self.given(batch)
-        for i, made in self.seeded(given, run, lambda run: self.on_rows(given, run)):
+        for i, made in self.computed(batch, run):
             for row in made:
                 check_same(self.call, row, rows, int(batch.rows[i]))
                 rows.append(row)
                 parents.append(i)
-        names = list(rows[0]) if rows else []
-        columns = {name: [row[name] for row in rows] for name in names}
-        return batch.made_of(columns, np.array(parents, dtype=np.int64))
+        columns = _columns(rows, lambda name: [row[name] for row in rows])
+        return batch.made_of(dict(columns), np.array(parents, dtype=np.int64))
 
     def checked(self, result: Any) -> list[Mapping[str, Any]]:
         if not isinstance(result, Iterable) or isinstance(result, (str, bytes, Mapping)):
@@ -311,7 +308,7 @@ class Unbatch:
     def apply(self, batch: Batch, run: RunContext) -> Batch:  # noqa: ARG002
         names = self.names
         check_columns(names, list(batch.columns), "unbatch")
-        found = {name: _flat(name, _plain(batch.columns[name])) for name in names}
+        found = {name: _flat(name, batch.columns[name]) for name in names}
         lengths = found[names[0]][0]
         for name, (other, _) in found.items():
             if not np.array_equal(other, lengths):
@@ -331,25 +328,22 @@ class Unbatch:
         return replace(batch.made_of(columns, parents), nullable=nullable)
 
 
-def _plain(column: Any) -> Any:
-    if isinstance(column, Encoded):
-        return column.decode("python")
-    return plain_array(column) if isinstance(column, pa.Array) else column
-
-
-def _is_list(value: Any) -> bool:
-    return value is None or (hasattr(value, "__len__") and not isinstance(value, (str, bytes, Mapping)))
-
-
 def _flat(name: str, column: Any) -> tuple[Any, Any]:
     """Return the lengths of lists, and their elements. Null is an empty list."""
+    if isinstance(column, Encoded):
+        column = column.decode("python")
+    elif isinstance(column, pa.Array):
+        column = plain_array(column)
     if isinstance(column, pa.Array) and is_list(column.type):
         import pyarrow.compute as pc
 
         return flat_numbers(pc.fill_null(pc.list_value_length(column), 0)), pc.list_flatten(column)
     if isinstance(column, np.ndarray) and column.ndim > 1:
         return np.full(len(column), column.shape[1]), column.reshape(-1, *column.shape[2:])
-    if isinstance(column, (pa.Array, dict)) or not all(map(_is_list, column)):
+    if isinstance(column, (pa.Array, dict)) or any(
+        value is not None and (not hasattr(value, "__len__") or isinstance(value, (str, bytes, Mapping)))
+        for value in column
+    ):
         raise ColumnError(f"unbatch: column {name!r} does not contain lists. Name columns that do.")
     values = [() if value is None else value for value in column]
     return np.array([len(value) for value in values]), [each for value in values for each in value]
@@ -359,10 +353,8 @@ def as_one_row(batch: Batch) -> Batch:
     """Return all rows of a batch as one row with a list for each column."""
     columns = {name: _listed(column, len(batch)) for name, column in batch.columns.items()}
     nullable = {name: frozenset(("item", *path) for path in paths) for name, paths in batch.nullable.items()}
-    ordinals = None if batch.ordinals is None else batch.ordinals[:1]
-    leaves = batch.leaves if isinstance(batch.leaves, int) else int(batch.leaves[0])
     documents = None if batch.documents is None else batch.documents.as_one()
-    return Batch(columns, batch.rows[:1], batch.places[:1], batch.owned, nullable, ordinals, leaves, documents)
+    return replace(batch.part(slice(1), columns, batch.owned, documents), nullable=nullable)
 
 
 def _listed(column: Any, count: int) -> Any:

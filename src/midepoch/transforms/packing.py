@@ -26,7 +26,7 @@ from midepoch._native import best_fit as fitted
 from midepoch._native import copy_ranges, fill_ranges, number_concatenated, number_ranges
 from midepoch.errors import ColumnError, MapError
 from midepoch.order.schedule import Schedule
-from midepoch.transforms.arrow_values import as_arrow, flat_numbers, is_list, is_number, items
+from midepoch.transforms.arrow_values import as_arrow, flat_numbers, is_list, is_number, items, list_ends
 from midepoch.transforms.batch import Encoded, check_columns
 from midepoch.transforms.formats import array_of
 from midepoch.transforms.provenance import Pieces, sorted_pieces
@@ -61,9 +61,7 @@ class NumberLists(NamedTuple):
         elif isinstance(column, (Encoded, dict)):
             return None
         else:
-            column = _from_torch(name, column, 2, advice)
-            is_array = isinstance(column, np.ndarray) and column.dtype != object
-            lists = _of_array(column) if is_array else _of_rows(name, column, rows, advice, dtype)
+            lists = _of_values(name, column, rows, advice, dtype)
         if lists is None or dtype is None:
             return lists
         return lists._replace(values=lists.values.astype(dtype, copy=False))
@@ -75,11 +73,7 @@ def _of_arrow(name: str, column: pa.Array, rows: Int64Array) -> NumberLists | No
         column, kind = column.cast(pa.large_list(kind.value_field)), pa.large_list(kind.value_field)
     if not is_list(kind) or not (is_number(kind.value_type) or pt.is_boolean(kind.value_type)):
         return None
-    if pt.is_fixed_size_list(kind):
-        lengths = np.full(len(column), kind.list_size, np.int64)
-    else:
-        lengths = np.diff(flat_numbers(column.offsets).astype(np.int64))
-    values = items(column)
+    lengths, values = np.diff(list_ends(column).astype(np.int64)), items(column)
     if column.null_count:  # values at null lists are arbitrary
         lengths, values = np.where(flat_numbers(column.is_null()), 0, lengths), column.flatten()
     if values.null_count:
@@ -88,17 +82,16 @@ def _of_arrow(name: str, column: pa.Array, rows: Int64Array) -> NumberLists | No
     return NumberLists(lengths, flat_numbers(values))
 
 
-def _of_array(column: Values) -> NumberLists | None:
-    if column.ndim != 2 or column.dtype.kind not in "biuf":
-        return None
-    values = np.ascontiguousarray(column, column.dtype.newbyteorder("=")).reshape(-1)
-    return NumberLists(np.full(len(column), column.shape[1], np.int64), values)
-
-
-def _of_rows(name: str, column: Any, rows: Int64Array, advice: str, dtype: str | None) -> NumberLists | None:
-    """Return the lists of a column that a map returned, one value per row."""
+def _of_values(name: str, column: Any, rows: Int64Array, advice: str, dtype: str | None) -> NumberLists | None:
+    """Return the lists of a column that a map returned: one array, or one value per row."""
+    column = _from_torch(name, column, 2, advice)
+    if isinstance(column, np.ndarray) and column.dtype != object:
+        if column.ndim != 2 or column.dtype.kind not in "biuf":
+            return None
+        flat = np.ascontiguousarray(column, column.dtype.newbyteorder("=")).reshape(-1)
+        return NumberLists(np.full(len(column), column.shape[1], np.int64), flat)
     values = [_from_torch(name, value, 1, advice) for value in column]
-    parts = [_numbers(value) for value in values]
+    parts: list[Any] = [_numbers(value) for value in values]
     full = [part for part in parts if part is not None and len(part)]
     others = [i for i, part in enumerate(parts) if part is None]
     for i in others:
@@ -117,8 +110,8 @@ def _of_rows(name: str, column: Any, rows: Int64Array, advice: str, dtype: str |
     kinds = sorted({str(part.dtype) for part in full})
     if len(kinds) > 1:
         raise of_two_types(name, kinds[0], kinds[1], advice)
-    lengths = np.array([0 if part is None else len(part) for part in parts], np.int64)
-    typed = full or [part for part in parts if part is not None and part is not _EMPTY]
+    lengths = np.array([len(part) for part in parts], np.int64)
+    typed = full or [part for part in parts if part is not _EMPTY]
     if not typed:
         return NumberLists(lengths, _EMPTY, typed=False)
     found = np.concatenate(typed)
@@ -334,17 +327,23 @@ def concatenated(parts: Sequence[Documents], spec: PackSpec, packs: int, length:
         starts = starts[starts < total]
         used = np.minimum(total - np.arange(packs) * length, length)
         columns["cu_seqlens"] = _edges(starts // length, starts % length, used)
-    _add_labels(columns, spec)
-    return _as_arrow(columns, length)
+    return _sequences(columns, spec, length)
 
 
-def _add_labels(columns: dict[str, Any], spec: PackSpec) -> None:
-    """Add labels, which the loss ignores where they are -100: at padding and, if requested, where a document begins."""
+def _sequences(columns: dict[str, Any], spec: PackSpec, length: int) -> dict[str, pa.Array]:
+    """Return sequences as Arrow columns, like those that are read from files. Nothing is copied.
+
+    Labels are added, which the loss ignores where they are -100: at padding and, if requested, where a document begins.
+    """
     if spec.labels:
         columns[LABELS] = labels = columns[spec.column].astype(np.int64)
         labels[columns["segment_ids"] == 0] = IGNORED
     if spec.mask_first:
         columns[LABELS][columns["position_ids"] == 0] = IGNORED
+    return {
+        name: values if isinstance(values, pa.Array) else pa.FixedSizeListArray.from_arrays(as_arrow(values), length)
+        for name, values in columns.items()
+    }
 
 
 def best_fit(documents: Documents, spec: PackSpec) -> tuple[dict[str, Any], Int64Array, int, Callable[[], Pieces]]:
@@ -389,9 +388,8 @@ def best_fit(documents: Documents, spec: PackSpec) -> tuple[dict[str, Any], Int6
     if spec.cu_seqlens:
         order = np.argsort(rows, kind="stable")
         columns["cu_seqlens"] = _edges(rows[order], offsets[order], length - rooms)
-    _add_labels(columns, spec)
     pieces = partial(sorted_pieces, rows, numbers, owners, into, sizes)
-    return _as_arrow(columns, length), owners[numbers == 1], int(sizes.sum()), pieces
+    return _sequences(columns, spec, length), owners[numbers == 1], int(sizes.sum()), pieces
 
 
 def _edges(rows: Int64Array, starts: Int64Array, stops: Int64Array) -> pa.Array:
@@ -401,11 +399,3 @@ def _edges(rows: Int64Array, starts: Int64Array, stops: Int64Array) -> pa.Array:
     bounds[np.arange(len(rows)) + rows] = starts
     bounds[ends - 1] = stops
     return pa.ListArray.from_arrays(as_arrow(np.append(0, ends).astype(np.int32)), as_arrow(bounds))
-
-
-def _as_arrow(columns: dict[str, Any], length: int) -> dict[str, pa.Array]:
-    """Return sequences as Arrow columns, like those that are read from files. Nothing is copied."""
-    return {
-        name: values if isinstance(values, pa.Array) else pa.FixedSizeListArray.from_arrays(as_arrow(values), length)
-        for name, values in columns.items()
-    }

@@ -49,33 +49,34 @@ class PieceColumns(NamedTuple):
     start: Int32Array
     length: Int32Array
 
-    @staticmethod
-    def of(edges: npt.NDArray[Any], columns: Iterable[npt.NDArray[Any]]) -> PieceColumns:
-        """Return columns of the right types. ``columns``: source, row, start and length of the pieces."""
-        source, row, start, length = columns
-        return PieceColumns(_small(edges), source, row, _small(start), _small(length))
+
+Computed = Callable[[], tuple[npt.NDArray[Any], Iterable[npt.NDArray[Any]]]]
+"""Returns the edges, and the source, row, start and length of the pieces, in integers of any width."""
 
 
 class PieceTable:
     """The pieces of many sequences, or many rows that were not packed (``packed`` is False).
 
-    Batches are slices of it. The columns are computed when they are first read.
+    Batches are slices of it. The columns are computed when they are first read. Rows need none to be identified.
     """
 
-    def __init__(self, count: int, columns: Callable[[], PieceColumns], *, packed: bool = True) -> None:
-        self.count, self._make, self.packed = count, columns, packed
+    def __init__(self, count: int, columns: Computed, rows: tuple[Leaves, Int64Array] | None = None) -> None:
+        self.count, self.packed = count, rows is None
+        self._columns, self._rows = columns, rows
 
     @cached_property
     def columns(self) -> PieceColumns:
         """All columns."""
-        made = self._make()
-        self._make = lambda: made  # the arrays from which they are computed are not needed any more
-        return made
+        edges, (source, row, start, length) = self._columns()
+        del self._columns  # with the arrays from which they are computed
+        return PieceColumns(_small(edges), source, row, _small(start), _small(length))
 
     @cached_property
     def identified(self) -> tuple[Int16Array, Int64Array]:
         """The source and the row of each piece."""
-        return self.columns.source, self.columns.row
+        if self._rows is None:
+            return self.columns.source, self.columns.row
+        return _each(self._rows[0], self.count), self._rows[1]
 
     @cached_property
     def first_pieces(self) -> list[int]:
@@ -89,22 +90,6 @@ class PieceTable:
         return {}
 
 
-class _Rows(PieceTable):
-    """Rows that were not packed: each is one document."""
-
-    def __init__(self, rows: Int64Array, leaves: Leaves) -> None:
-        self.count, self.packed, self._rows, self._leaves = len(rows), False, rows, leaves
-
-    @cached_property
-    def columns(self) -> PieceColumns:
-        count, (source, row) = self.count, self.identified
-        return PieceColumns.of(np.arange(count + 1), (source, row, np.zeros(count), np.full(count, -1)))
-
-    @cached_property
-    def identified(self) -> tuple[Int16Array, Int64Array]:
-        return _each(self._leaves, self.count), self._rows
-
-
 class DocumentTable:
     """The pieces of documents in sequences ``begin`` to ``end`` of many. ``parts``: the tables that were joined."""
 
@@ -114,31 +99,34 @@ class DocumentTable:
         self.whole, self.begin, self.end, self.parts = whole, begin, end, parts
 
     @staticmethod
-    def later(count: int, columns: Callable[[], PieceColumns]) -> DocumentTable:
+    def later(count: int, columns: Computed) -> DocumentTable:
         """Return the table of packed sequences, computed when it is read."""
         return DocumentTable(PieceTable(count, columns), 0, count)
 
     @staticmethod
     def of_columns(edges: npt.NDArray[Any], columns: Iterable[npt.NDArray[Any]]) -> DocumentTable:
         """Return the table of all sequences. ``columns``: source, row, start and length of the pieces."""
-        found = PieceColumns.of(edges, columns)
-        return DocumentTable.later(len(edges) - 1, lambda: found)
+        return DocumentTable.later(len(edges) - 1, lambda: (edges, columns))
 
     @staticmethod
     def of(count: int, pieces: Callable[[], Pieces], rows: Int64Array, leaves: Leaves) -> DocumentTable:
         """Return the table of packed sequences. ``rows``, ``leaves``: of the documents that are packed together."""
 
-        def columns() -> PieceColumns:
+        def columns() -> Any:
             bounds, documents, starts, lengths = pieces()
-            sources = _each(leaves, len(documents)) if isinstance(leaves, int) else leaves[documents]
-            return PieceColumns.of(bounds, (sources, rows[documents], starts, lengths))
+            return bounds, (_each(leaves, len(rows))[documents], rows[documents], starts, lengths)
 
         return DocumentTable.later(count, columns)
 
     @staticmethod
     def of_rows(rows: Int64Array, leaves: Leaves) -> DocumentTable:
         """Return the table of rows that were not packed: each is one document."""
-        return DocumentTable(_Rows(rows, leaves), 0, len(rows))
+        count = len(rows)
+
+        def columns() -> Any:
+            return np.arange(count + 1), (_each(leaves, count), rows, np.zeros(count), np.full(count, -1))
+
+        return DocumentTable(PieceTable(count, columns, (leaves, rows)), 0, count)
 
     @property
     def packed(self) -> bool:
@@ -183,28 +171,28 @@ class DocumentTable:
             source, row = whole.identified
             return DocumentTable.of_rows(row[places + begin], source[places + begin])
 
-        def columns() -> PieceColumns:
+        def columns() -> Any:
             edges = whole.columns.edges.astype(np.int64)
             firsts = edges[places + begin]
             counts = edges[places + begin + 1] - firsts
             kept = np.append(0, np.cumsum(counts))
             chosen = np.arange(kept[-1]) + np.repeat(firsts - kept[:-1], counts)
-            return PieceColumns.of(kept, (column[chosen] for column in whole.columns[1:]))
+            return kept, (column[chosen] for column in whole.columns[1:])
 
         return DocumentTable.later(len(places), columns)
 
     def as_one(self) -> DocumentTable:
         """Return the table of all sequences as one."""
-        return DocumentTable.later(1, lambda: PieceColumns.of(self.bounds[[0, -1]], self.columns))
+        return DocumentTable.later(1, lambda: (self.bounds[[0, -1]], self.columns))
 
     @staticmethod
     def join(parts: Sequence[DocumentTable]) -> DocumentTable:
         """Concatenate tables."""
 
-        def columns() -> PieceColumns:
+        def columns() -> Any:
             counts = np.concatenate([np.diff(part.bounds) for part in parts])
-            joined = (np.concatenate(column) for column in zip(*(part.columns for part in parts), strict=True))
-            return PieceColumns.of(np.append(0, np.cumsum(counts)), joined)
+            joined = map(np.concatenate, zip(*(part.columns for part in parts), strict=True))
+            return np.append(0, np.cumsum(counts)), joined
 
         count = sum(map(len, parts))
         return DocumentTable(PieceTable(count, columns), 0, count, tuple(parts))

@@ -10,7 +10,7 @@ import pytest
 import soundfile
 
 from midepoch.errors import MidepochError
-from midepoch.transforms.media import decoders
+from midepoch.transforms.media import decoders, images
 from midepoch.transforms.media.decoders import Audio
 from midepoch.transforms.media.images import available
 
@@ -94,6 +94,6 @@ def test_a_damaged_file_is_an_error(monkeypatch: pytest.MonkeyPatch, package: st
 
 
 def test_a_decoder_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decoders, "available", lambda name: False)
+    monkeypatch.setattr(images, "available", lambda name: False)
     with pytest.raises(MidepochError, match="needs soundfile or PyAV"):
-        Audio().check()
+        images.check_packages("audio")

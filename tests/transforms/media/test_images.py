@@ -319,4 +319,4 @@ def _other_thread_runs(call: Any) -> bool:
 def test_pillow_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(images, "available", lambda name: False)
     with pytest.raises(Exception, match=r"needs Pillow.*midepoch\[media\]"):
-        Images().check()
+        images.check_packages("image")

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from midepoch.errors import MidepochError
-from midepoch.transforms.media import decoders
+from midepoch.transforms.media import decoders, images
 from midepoch.transforms.media.decoders import Video
 from midepoch.transforms.media.images import Images, available
 
@@ -75,6 +75,6 @@ def test_a_damaged_file_is_an_error(monkeypatch: pytest.MonkeyPatch, package: st
 
 
 def test_a_decoder_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decoders, "available", lambda name: False)
+    monkeypatch.setattr(images, "available", lambda name: False)
     with pytest.raises(MidepochError, match="needs PyAV or torchcodec"):
-        Video().check()
+        images.check_packages("video")

@@ -29,9 +29,10 @@ import pyarrow as pa
 from midepoch._internal.values import integer
 from midepoch.errors import ColumnError
 from midepoch.transforms.batch import Batch, Encoded, check_columns
+from midepoch.transforms.columns import BINARY, TEXT
 from midepoch.transforms.formats import room
 from midepoch.transforms.function import RunContext, failed
-from midepoch.transforms.media.images import Images, Size, available, missing
+from midepoch.transforms.media.images import Images, Size, available, check_packages, missing
 
 
 @dataclass(frozen=True)
@@ -42,12 +43,6 @@ class Video:
     images: Images = field(default_factory=Images)
 
     dtype = np.dtype(np.uint8)
-
-    def check(self) -> None:
-        """Raise MidepochError unless videos can be decoded."""
-        if not available("av") and not available("torchcodec.decoders"):
-            raise missing("decode of videos", "PyAV or torchcodec")
-        self.images.check()
 
     @property
     def text(self) -> str:
@@ -62,7 +57,8 @@ class Video:
     def decode(self, data: Any) -> Any:
         """Return the frames of a file. Raise an exception if it is damaged."""
         pictures = self._with_av(data) if available("av") else self._with_torchcodec(data)
-        return np.stack([self.images.laid_out(self.images.resized(picture)) for picture in pictures])
+        mode, images = self.images.mode, self.images
+        return np.stack([images.laid_out(images.resized(_in_mode(picture, mode))) for picture in pictures])
 
     def _chosen(self, count: int) -> Any:
         """Return the numbers of the frames, of a video of so many frames."""
@@ -76,8 +72,7 @@ class Video:
         from torchcodec.decoders import VideoDecoder
 
         decoder = VideoDecoder(bytes(data), dimension_order="NHWC", num_ffmpeg_threads=1)
-        frames = decoder.get_frames_at(self._chosen(len(decoder)).tolist()).data.numpy()
-        return [_in_mode(frame, self.images.mode) for frame in frames]
+        return [*decoder.get_frames_at(self._chosen(len(decoder)).tolist()).data.numpy()]
 
     def _with_av(self, data: Any) -> list[Any]:
         import av
@@ -96,8 +91,7 @@ class Video:
             stream.codec_context.thread_count = 1
             for number, frame in enumerate(container.decode(stream)):
                 if number in wanted:
-                    picture = reformatter.reformat(frame, format="rgb24").to_ndarray()
-                    pictures[number] = _in_mode(picture, self.images.mode)
+                    pictures[number] = reformatter.reformat(frame, format="rgb24").to_ndarray()
                 if number == wanted[-1]:
                     break
         if wanted[-1] not in pictures:
@@ -125,11 +119,6 @@ class Audio:
         if self.channels not in (None, 1, 2):
             raise ValueError(f"decode(channels=…) must be 1, 2 or None, got {self.channels!r}")
 
-    def check(self) -> None:
-        """Raise MidepochError unless audio can be decoded."""
-        if not available("soundfile") and not available("av"):
-            raise missing("decode of audio", "soundfile or PyAV")
-
     @property
     def text(self) -> str:
         rate = "" if self.sampling_rate is None else f" {self.sampling_rate} Hz"
@@ -144,25 +133,15 @@ class Audio:
 
 def read_samples(data: Any) -> tuple[Any, int]:
     """Return the samples (channels, samples) of a file, and their rate. Raise an exception if it is damaged."""
-    return _with_soundfile(data) or _with_av(data)
+    if available("soundfile"):
+        import soundfile
 
-
-def _with_soundfile(data: Any) -> tuple[Any, int] | None:
-    """Return the samples and their rate, or None if libsndfile is missing or cannot decode the file."""
-    if not available("soundfile"):
-        return None
-    import soundfile
-
-    try:
-        with soundfile.SoundFile(io.BytesIO(data)) as file:
-            return np.ascontiguousarray(file.read(dtype="float32", always_2d=True).T), file.samplerate
-    except soundfile.LibsndfileError:
-        if available("av"):
-            return None
-        raise
-
-
-def _with_av(data: Any) -> tuple[Any, int]:
+        try:
+            with soundfile.SoundFile(io.BytesIO(data)) as file:
+                return np.ascontiguousarray(file.read(dtype="float32", always_2d=True).T), file.samplerate
+        except soundfile.LibsndfileError:  # libsndfile cannot decode the file
+            if not available("av"):
+                raise
     if not available("av"):
         raise missing("decode of this audio file", "PyAV")
     import av
@@ -227,14 +206,12 @@ def decoder_of(kind: str, options: dict[str, Any]) -> Images | Audio | Video:
     if (given.get("sampling_rate") or 1000) < 1000:
         raise ValueError(f"decode(sampling_rate=…) is in Hz, as in 16_000, got {given['sampling_rate']}")
     frames = given.pop("frames", None)
-    decoder: Images | Audio | Video
+    check_packages(kind)
     if kind == "audio":
-        decoder = Audio(**given)
-    else:
-        decoder = Images(**{**given, "size": _size(given["size"], given["fit"]), "shrink": bool(given["shrink"])})
-        decoder = decoder if kind == "image" else Video(frames, decoder)
-    decoder.check()
-    return decoder
+        return Audio(**given)
+    check_packages("image")
+    images = Images(**{**given, "size": _size(given["size"], given["fit"]), "shrink": bool(given["shrink"])})
+    return images if kind == "image" else Video(frames, images)
 
 
 def _size(given: Any, fit: str) -> Size | None:
@@ -262,16 +239,15 @@ def reader_of(name: str, column: Any, root: str | None) -> Callable[[int], File]
         array = array.storage
     if not isinstance(array, pa.Array):
         return lambda i: _read(_parts(name, array[i]), root)
-    kind, types = array.type, pa.types
-    files = paths = None
-    if types.is_struct(kind):
-        fields = dict(zip((kind.field(i).name for i in range(kind.num_fields)), array.flatten(), strict=True))
+    kind, files, paths = array.type, None, None
+    if pa.types.is_struct(kind):
+        fields = dict(zip((field.name for field in kind), array.flatten(), strict=True))
         if not {"bytes", "path"} & fields.keys():
             raise ColumnError(f"decode: column {name!r} has the fields {', '.join(fields)}: there is no bytes or path.")
         files, paths = fields.get("bytes"), fields.get("path")
-    elif types.is_binary(kind) or types.is_large_binary(kind) or types.is_binary_view(kind):
+    elif kind in BINARY:
         files = array
-    elif types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind):
+    elif kind in TEXT:
         paths = array
     else:
         raise ColumnError(f"decode: column {name!r} is {kind}. It must have bytes, paths, or structs of both.")

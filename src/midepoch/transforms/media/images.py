@@ -134,6 +134,19 @@ def missing(what: str, packages: str) -> MidepochError:
     return MidepochError(f"{what} needs {packages}. Install with `pip install midepoch[media]`.")
 
 
+def check_packages(kind: str) -> None:
+    """Raise MidepochError unless a package that decodes such files can be imported."""
+    what, names, packages = _PACKAGES[kind]
+    if not any(map(available, packages)):
+        raise missing(what, names)
+
+
+_PACKAGES = {
+    "image": ("decode of images", "Pillow", ["PIL"]),
+    "audio": ("decode of audio", "soundfile or PyAV", ["soundfile", "av"]),
+    "video": ("decode of videos", "PyAV or torchcodec", ["av", "torchcodec.decoders"]),
+}
+
 FITS = ("crop", "stretch", "shorter")
 MODES = {"RGB": 3, "L": 1}
 LAYOUTS = ("CHW", "HWC")
@@ -158,11 +171,6 @@ class Images:
         for name, allowed in (("fit", FITS), ("mode", tuple(MODES)), ("layout", LAYOUTS)):
             if (given := getattr(self, name)) not in allowed:
                 raise ValueError(f"decode({name}=…) must be one of {', '.join(map(repr, allowed))}, got {given!r}")
-
-    def check(self) -> None:
-        """Raise MidepochError unless images can be decoded."""
-        if not available("PIL"):
-            raise missing("decode of images", "Pillow")
 
     @property
     def text(self) -> str:
