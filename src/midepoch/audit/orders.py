@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from midepoch.audit.lanes import draws_again, may_drop, tree_of
+from midepoch.audit.lanes import tree_of
 from midepoch.errors import StateError
 from midepoch.order import EpochOrder, Order, Selection, SourceLayout, Weighted
 from midepoch.order.schedule import Schedule, shares
@@ -170,7 +170,7 @@ def save_order(folder: Path, spec: PipelineSpec) -> None:
         arrays = _arrays(spec.leaf)
         about["files"] = _files(spec.leaf)
     else:
-        about["tree"] = {**tree_of(spec.node), "drops": may_drop(spec.node), "again": draws_again(spec.node)}
+        about["tree"] = tree_of(spec.node)
         about["sources"] = [{**leaf_identity(leaf), "files": _files(leaf)} for leaf in spec.leaves]
         for number, leaf in enumerate(spec.leaves):
             arrays |= {f"{name}_{number}": array for name, array in _arrays(leaf).items()}

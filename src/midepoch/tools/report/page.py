@@ -302,7 +302,7 @@ def _pass(run: Run, one: Generation, start: int, kept: bool) -> dict[str, Any]:
         "to": run.reached(one, one.most_steps),
         "ranks": one.shape.ranks,
         "batch": one.shape.global_batch,
-        "workers": one.workers,
+        "workers": one.first.header.workers,
         "began": one.times[0],
         "last": one.times[1],
         "how": one.how,
