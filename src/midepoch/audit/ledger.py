@@ -30,7 +30,7 @@ from threading import RLock
 from typing import Any, NamedTuple
 
 from midepoch._internal.hints import hinted_methods
-from midepoch._internal.processes import silent_at_exit
+from midepoch._internal.processes import alive, machine, silent_at_exit
 from midepoch.audit.documents import DocumentRecorder
 from midepoch.audit.journal import Journal
 from midepoch.audit.lanes import CURSORS, LaneRecorder, Marks
@@ -130,28 +130,9 @@ def host_of(process: str) -> str:
     return process.rsplit("-", 2)[0]
 
 
-def process_space() -> str:
-    """Return a name of the processes that can be seen from here: of a boot of a machine, or of a container on it.
-
-    Empty if the system does not tell.
-    """
-    with suppress(OSError):
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot}/{Path('/proc/self/ns/pid').stat().st_ino}"
-    return ""
-
-
 def is_gone(process: str, space: str) -> bool | None:
-    """Return True if a process has exited. None if it cannot be seen from here."""
-    number = process.rsplit("-", 2)[1]
-    if not space or space != process_space():
-        return None
-    try:  # a process that was killed exists until its parent notes that
-        return Path(f"/proc/{number}/stat").read_text(errors="replace").rpartition(")")[2].split()[0] == "Z"
-    except FileNotFoundError:
-        return True
-    except OSError:
-        return None
+    """Return True if a process has exited. None if it cannot be seen from here, where another ``machine`` is."""
+    return not alive(int(process.rsplit("-", 2)[1])) if space == machine() else None
 
 
 _log = logging.getLogger("midepoch")
@@ -303,7 +284,7 @@ class Ledger:
                 order=order_name(spec),
                 name=self.name,
                 process=process_name(),
-                space=process_space(),
+                space=machine(),
                 number=number,
                 time=round(time.time(), 3),
                 previous=earlier.previous,

@@ -24,6 +24,10 @@ PassKey = tuple[Shape, tuple[int, int, int, int]]
 """Shape and beginning of a pass, which no other pass has."""
 
 
+Stretch = tuple[tuple[int, int], int]
+"""A start of the run, and how often it went back before."""
+
+
 @dataclass
 class Generation:
     """The records of one pass on all ranks."""
@@ -39,8 +43,6 @@ class Generation:
     """True if an earlier start continued after this one had begun to record."""
     kept_steps: int = 0
     """Steps that the run kept: those that no later pass took back."""
-    how_after_look: str = ""
-    """The way in which the run came to it, if a look before it was taken back."""
 
     @cached_property
     def key(self) -> PassKey:
@@ -156,14 +158,17 @@ class Generation:
         """The branches of the run that its ranks were in."""
         return {one.header.branch for one in self.of_rank.values()}
 
+    @cached_property
+    def stretch(self) -> Stretch:
+        """Its stretch. Ranks go back one after the other: what one has delivered since then, another does not take
+        back.
+        """
+        return self.beginning[:2], max(int(branch.rpartition(".")[2]) for branch in self.branches)
+
     @property
     def origins(self) -> set[str]:
         """The branches in which the state was saved that was loaded, if they are known."""
         return {branch for one in self.of_rank.values() for branch in one.header.origins}
-
-    def of(self, rank: int, record: Passed) -> Generation:
-        """Return the pass of one rank alone, by another record."""
-        return replace(self, of_rank={rank: record})
 
     def skipped(self, steps: int) -> int:
         """Return the rows that were skipped in the first steps."""

@@ -88,9 +88,12 @@ class Run:
         self.streams = {one.shape.stream: one.first.header.name for one in generations}
         """All loaders that recorded in the folder, with the names that were given to them."""
         self._plans: dict[PassKey, Plan | TokenPlan] = {}
-        history = History(self._all, self)
-        self.generations, self.first_steps, self._units = history.kept, history.firsts, history.epochs
+        line = History(self._all, self).line
+        self._units = line.epochs
+        self.generations, self.first_steps = [kept.one for kept in line.kept], [kept.first for kept in line.kept]
         """The passes that the weights have seen, and the number of steps before each."""
+        for one, steps, _ in line.kept:
+            one.kept_steps = steps
 
     # Its parts
 
