@@ -23,7 +23,7 @@ import numpy.typing as npt
 from midepoch.audit.journal import Record
 from midepoch.order import Shard
 from midepoch.pipeline.chunk import at_mark
-from midepoch.pipeline.cursor import NO_LANES, Cursor, FlowAt, LaneCursor, listed
+from midepoch.pipeline.cursor import NO_LANES, Cursor, FlowAt, LaneCursor, flatten, listed
 from midepoch.pipeline.lanes import StepOutputs
 from midepoch.pipeline.leaf import Leaf
 from midepoch.pipeline.mixed import BORROWING, ENDED, FIRST, place_of
@@ -97,15 +97,16 @@ class LaneRecorder:
 def _records(lane: int, first: int, pending: Sequence[Marks]) -> Iterator[bytes]:
     """Yield the records of a lane: one, unless the shape of its cursors changes. ``first``: the first of the steps."""
     marks, taken = [marks[lane] for marks, _ in pending], [counts[lane] for _, counts in pending]
-    begin, end = (_place(taken[number], at_mark(marks[number])) for number in (0, -1))
     values = _in_one_call(marks)
-    if values is not None and _shape(begin) == _shape(end) and values.shape[1] + 1 == len([*_numbers(begin)]):
-        yield _encoded(first, begin, np.column_stack((taken, values)))
+    values = _one_by_one(marks) if values is None else values
+    if values is not None:
+        yield _encoded(first, _place(taken[0], at_mark(marks[0])), np.array(taken), values)
         return
     places = [_place(count, at_mark(mark)) for count, mark in zip(taken, marks, strict=True)]
     for _, group in groupby(places, _shape):
         some = list(group)
-        yield _encoded(first, some[0], np.array([[*_numbers(place)] for place in some], np.int64))
+        values = np.array([_numbers(place) for place in some])
+        yield _encoded(first, some[0], values[:, 0], values[:, 1:])
         first += len(some)
 
 
@@ -120,10 +121,20 @@ def _in_one_call(marks: Sequence[Any]) -> Int64Array | None:
     return found
 
 
-def _encoded(first: int, place: At, values: Int64Array) -> bytes:
+def _one_by_one(marks: Sequence[Any]) -> Int64Array | None:
+    """Return the numbers of the cursors at marks, or None if their shape may change."""
+    shape: list[int] = []
+    numbers = [flatten(at_mark(mark), shape) for mark in marks]
+    return np.array(numbers) if not shape and len(set(map(len, numbers))) == 1 else None
+
+
+def _encoded(first: int, place: At, taken: Int64Array, values: Int64Array) -> bytes:
     """Return a record: the place after the first step, and the increases of its numbers that change."""
-    columns = np.flatnonzero((values != values[0]).any(axis=0))
-    increases = np.diff(values[:, columns], axis=0)
+    increases = np.empty((len(values) - 1, values.shape[1] + 1), np.int64)
+    np.subtract(taken[1:], taken[:-1], out=increases[:, 0])
+    np.subtract(values[1:], values[:-1], out=increases[:, 1:])
+    columns = np.flatnonzero(increases.any(axis=0))
+    increases = increases[:, columns]
     most = int(abs(increases).max(initial=0))
     size = next(size for size in (1, 2, 4, 8) if most < 1 << (8 * size - 1))
     head = json.dumps([first, len(values), place, columns.tolist(), size], separators=(",", ":"))
@@ -135,12 +146,14 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int) and value < 1 << 62
 
 
-def _numbers(place: At) -> Iterator[int]:
+def _numbers(place: At) -> list[int]:
+    found = []
     for value in place:
         if isinstance(value, list):
-            yield from _numbers(value)
+            found += _numbers(value)
         elif _is_number(value):
-            yield value
+            found.append(value)
+    return found
 
 
 def _filled(place: At, values: Iterator[int]) -> At:
@@ -166,7 +179,7 @@ class _Steps(NamedTuple):
     def decoded(content: bytes) -> _Steps:
         head, _, data = content.partition(b"\n")
         first, count, place, columns, size = json.loads(head)
-        values = np.tile(np.array([*_numbers(place)], np.int64), (count, 1))
+        values = np.tile(np.array(_numbers(place)), (count, 1))
         increases = np.frombuffer(data, f"<i{size}").reshape(count - 1, len(columns))
         values[1:, columns] += np.cumsum(increases, axis=0, dtype=np.int64)
         return _Steps(first, place, values)
@@ -193,7 +206,7 @@ class LaneTrack:
     @cached_property
     def _steps(self) -> dict[int, list[_Steps]]:
         """By lane, the records of its steps."""
-        found = {number: [_Steps(0, at, np.array([[*_numbers(at)]]))] for number, at in self.begin.items()}
+        found = {number: [_Steps(0, at, np.array([_numbers(at)]))] for number, at in self.begin.items()}
         for record in self.records:
             found[record.number].append(_Steps.decoded(bytes(record.content)))
         return found
