@@ -368,9 +368,9 @@ def test_marks_may_be_torn(ds: midepoch.Dataset, tmp_path: Path, monkeypatch: py
     for cut in range(marks[0], len(content), 7):
         path.write_bytes(content[:cut])
         run = read_run(tmp_path)
-        assert run.steps == 5 and len(run.every[0].marks[0][1]) == sum(cut >= end for end in ends)
+        assert run.steps == 5 and len(run.every[0].of_rank[0].marks) == sum(cut >= end for end in ends)
     path.write_bytes(content[: marks[1] + 20] + b"\0" * 30 + content[marks[1] + 50 :])  # a page was not written
-    assert read_run(tmp_path).steps == 5 and len(read_run(tmp_path).every[0].marks[0][1]) == 1
+    assert read_run(tmp_path).steps == 5 and len(read_run(tmp_path).every[0].of_rank[0].marks) == 1
 
 
 @pytest.mark.parametrize("pipeline", PIPELINES)

@@ -191,7 +191,7 @@ def installed(site: Site) -> Iterator[Site]:
         (store, "started", site.started),
         (store, "machine", lambda: "machine"),
         (remote, "Objects", objects_of(lambda: site.bucket)),
-        (ledger, "process_space", lambda: ""),
+        (ledger, "machine", lambda: ""),
         (journal, "counters_in", Counters),
         (ledger, "_numbers", _PassNumbers(site)),
         (keyvalue, "process_group", lambda: None if site.values is None else group),

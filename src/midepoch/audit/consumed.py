@@ -7,8 +7,8 @@ each pass begins where the pass before it was left: then the intervals tile the 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Collection, Iterator, Sequence
-from functools import partial
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache, partial
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -21,6 +21,8 @@ from midepoch.audit.passes import Generation
 from midepoch.errors import DataNotFoundError
 from midepoch.order import Shard
 from midepoch.order.intervals import EMPTY
+
+Int64Array = npt.NDArray[np.int64]
 
 
 class Delivery(NamedTuple):
@@ -83,7 +85,6 @@ class LaneRun:
         self.order = order
         self._tree, self._sources = order.tree, order.sources
         self._rows = [source.rows for source in order.sources]
-        self._found: dict[tuple[int, int, int], npt.NDArray[np.int64]] = {}
 
     def places(self, one: Generation, lane: int, at: At) -> list[LeafPlace]:
         """Return the place of a cursor in each source."""
@@ -126,52 +127,47 @@ class LaneRun:
         return sum(self._total(place) if place.run else place.row for place in begin)
 
     def rows_of(self, one: Generation, steps: int) -> int:
-        """Return the number of rows that the first steps of a pass consumed, in all lanes."""
-        return sum(self._consumed(one, lane, steps)[0] for lane in range(one.lanes))
-
-    def _consumed(self, one: Generation, lane: int, steps: int) -> tuple[int, int]:
-        """Return the number of rows that the first steps of a pass consumed in a lane, and of those without an output.
+        """Return the number of rows that the first steps of a pass consumed, in all lanes.
 
         If a mix iterates a source again, the first time is counted.
         """
-        begin, end = self.after(one, lane, 0), self.after(one, lane, steps)
-        again = {a.leaf for a in begin if a.run}
-        total, filtered = self._in_progress(end, again) - self._in_progress(begin), 0
-        for a, b in zip(begin, end, strict=True):
-            if a.run:
-                continue  # iterated again: only the first time counts
-            total += (self._total(b) if b.run else b.row) - a.row
-            kept = b.first if b.run else b.kept
-            if b.kept is not None and kept is not None and kept >= 0:
-                # A row in progress is computed again on resume, and is kept then. Before, it is if outputs of its own
-                # were delivered: not if a stage after it has used a part of it, such as a document that pack has cut.
-                stop = self._total(b) if b.run else b.row + b.inside
-                filtered += max(0, stop - a.row - kept)
-        return total, filtered
+        places = ((self.after(one, lane, count) for count in (0, steps)) for lane in range(one.lanes))
+        return sum(self._consumed(end) - self._consumed(begin) for begin, end in places)
 
-    def _in_progress(self, places: Sequence[LeafPlace], again: Collection[int] = ()) -> int:
-        """Return the number of rows of which a part is delivered, among those that a first pass draws.
+    def _consumed(self, places: Sequence[LeafPlace]) -> int:
+        """Return the number of rows that first passes over the sources have consumed, including those in progress.
 
         Of an output that a stage has in progress, it is not known which source of a mix it is of: it is counted once.
         """
         first = {each.leaf: each for each in places if not each.run and each.row < self._total(each)}
-        first = {leaf: each for leaf, each in first.items() if leaf not in again}
         scopes = {each.scope: each.stages[0].rows if each.stages else 0 for each in first.values()}
         inside = {scope: sum(first[leaf].inside for leaf in scope if leaf in first) for scope in scopes}
-        return sum(max(inside[scope], rows) for scope, rows in scopes.items())
+        in_progress = sum(max(inside[scope], rows) for scope, rows in scopes.items())
+        return sum(self._total(place) if place.run else place.row for place in places) + in_progress
+
+    def _filtered(self, begin: Sequence[LeafPlace], end: Sequence[LeafPlace]) -> int:
+        """Return the number of consumed rows without an output, from the beginning of a pass on."""
+        filtered = 0
+        for a, b in zip(begin, end, strict=True):
+            kept = b.first if b.run else b.kept
+            if a.run or b.kept is None or kept is None or kept < 0:
+                continue  # iterated again, or not known: only the first time counts
+            # A row in progress is computed again on resume, and is kept then. Before, it is if outputs of its own were
+            # delivered: not if a stage after it has used a part of it, such as a document that pack has cut.
+            filtered += max(0, (self._total(b) if b.run else b.row + b.inside) - a.row - kept)
+        return filtered
 
     def excluded_rows(self, one: Generation) -> int:
         """Return the rows that a pass came to and left out, because they are excluded."""
         excluded, total = one.first.header.excluded_rows(len(self._sources)), 0
         for lane in range(one.lanes):
             track = one.owner(lane)
-            kept = 0 if track is None else min(track.delivered, one.kept_steps)
-            steps = kept + (track is not None and track.end is not None and kept == track.delivered)
+            kept = 0 if track is None else one.kept_of(track)
+            steps = kept + (track is not None and track.ends_after(kept))
             for a, b in zip(self.after(one, lane, 0), self.after(one, lane, steps), strict=True):
                 stop = self._total(a) if b.run else b.row
                 rows = excluded[a.leaf].positions() if not a.run else EMPTY.positions()  # only the first time counts
-                positions = self._sources[a.leaf].at(a.epoch).positions_of_rows(rows)
-                own = positions[positions % a.lane.count == a.lane.index] // a.lane.count
+                own = _own_rows(a.lane, self._sources[a.leaf].at(a.epoch).positions_of_rows(rows))
                 total += int(((own >= a.row) & (own < stop)).sum())
         return total
 
@@ -181,34 +177,30 @@ class LaneRun:
         ended = any(lane in track.ended for one in passes for track in one.tracks.values())
         if not known:  # no rank has a record of it, or it had nothing left
             return RowCounts(left=sum(Shard(lane, passes[-1].lanes).before(count) for count in self._rows))
-        filtered = sum(self._consumed(one, lane, min(track.delivered, one.kept_steps))[1] for one, track in known)
+        filtered, places = 0, []
+        for one, track in known:
+            begin, places = self.after(one, lane, 0), self.after(one, lane, one.kept_of(track))
+            filtered += self._filtered(begin, places)
         one, track = known[-1]
-        steps = min(track.delivered, one.kept_steps)
-        is_over = track.end is not None and steps == track.delivered
-        places = self.after(one, lane, steps)
-        consumed = sum(self._total(place) if place.run else place.row for place in places) + self._in_progress(places)
-        dropped = 0
-        if is_over:  # rows consumed after the last batch yielded no output, or too few for a batch
-            rest, nothing = (
-                a - b
-                for a, b in zip(self._consumed(one, lane, steps + 1), self._consumed(one, lane, steps), strict=True)
-            )
-            if one.shape.batching.ends == "drop":
-                dropped = rest
-            else:
-                consumed, filtered = consumed + rest, filtered + nothing
-        end = self.after(one, lane, steps + is_over)
-        left = sum(self._total(place) - place.row for place in end if not place.run) - self._in_progress(end)
+        is_over = track.ends_after(one.kept_of(track))
+        end = self.after(one, lane, track.delivered + 1) if is_over else places
+        consumed, reached = self._consumed(places), self._consumed(end)
+        left, dropped = sum(map(self._total, end)) - reached, 0
         if not (is_over or ended):
             begun = any(place.part for place in places)
-            return RowCounts(consumed, filtered, dropped, left, begun, self._tree.get("again", False))
+            return RowCounts(consumed, filtered, 0, left, begun, self._tree["again"])
+        if one.shape.batching.ends == "drop":  # rows consumed after the last batch were too few for another
+            dropped = reached - consumed
+        else:
+            filtered += self._filtered(begin, end) - self._filtered(begin, places)
+            consumed = reached
         if self.may_drop(one):
             return RowCounts(consumed, filtered, dropped + left)
         return RowCounts(consumed + left, filtered + left, dropped)  # stages read on to the end, and nothing came of it
 
     def may_drop(self, one: Generation) -> bool:
         """Return True if rows may be left over at the end of an epoch."""
-        return one.shape.batching.ends == "drop" or bool(self._tree.get("drops", True))
+        return one.shape.batching.ends == "drop" or bool(self._tree["drops"])
 
     def joints(self, passes: Sequence[Generation], lane: int) -> int:
         """Return how often a pass began in a lane at other rows than those at which the pass before it was left.
@@ -219,7 +211,7 @@ class LaneRun:
         ends: list[tuple[Any, list[Any]]] = []
         for one in passes:
             if (track := one.owner(lane)) is not None:
-                steps = min(track.delivered, one.kept_steps)
+                steps = one.kept_of(track)
                 tracks = [other for other in one.tracks.values() if lane in other.begin and other.recorded >= steps]
                 left = [self._spots(one, lane, other, steps) for other in (track, *tracks)]
                 ends.append((self._spots(one, lane, track, 0), left))
@@ -315,46 +307,39 @@ class LaneRun:
         self, one: Generation, before: int, row: int, source: int, later: Sequence[Generation] = ()
     ) -> Iterator[Delivery]:
         """Yield the steps of a pass that consumed a row. ``before``: steps of the run before the pass."""
+
+        @cache
+        def positions(epoch: int) -> Int64Array:
+            return self._sources[source].at(epoch).positions_of(row)
+
+        def may_hold(lane: int, first: int, stop: int) -> bool:
+            for each in self._touched(one, lane, first, stop, later):
+                own = _own_rows(each.lane, positions(each.epoch)) if each.leaf == source else EMPTY.positions()
+                if ((own >= each.first) & (own < each.first + each.touched)).any():
+                    return True
+            return False
+
+        tracks = ((lane, one.owner(lane)) for lane in range(one.lanes))
+        spans = [(lane, 0, one.kept_of(track)) for lane, track in tracks if track is not None]
         numbers = set()
-        for lane in range(one.lanes):
-            track = one.owner(lane)
-            steps = 0 if track is None else min(track.delivered, one.kept_steps)
-            numbers |= set(self._steps_with(one, lane, (row, source), 0, steps, later))
+        while spans:  # by halves, where it can be in both
+            lane, first, stop = spans.pop()
+            if first >= stop or not may_hold(lane, first, stop):
+                continue
+            if stop - first == 1:
+                numbers.add(first)
+            else:
+                middle = (first + stop) // 2
+                spans += [(lane, first, middle), (lane, middle, stop)]
         for number in sorted(numbers):
             for found in self.deliveries(one, number, before + number + 1, later):
                 if (found.row, found.source) == (row, source):
                     yield found
 
-    def _steps_with(
-        self, one: Generation, lane: int, wanted: tuple[int, int], first: int, stop: int, later: Sequence[Generation]
-    ) -> Iterator[int]:
-        """Yield the steps in a range that may have consumed a row in a lane: by halves, where it can be in both."""
-        if first >= stop or not self._may_hold(one, lane, wanted, first, stop, later):
-            return
-        if stop - first == 1:
-            yield first
-            return
-        middle = (first + stop) // 2
-        yield from self._steps_with(one, lane, wanted, first, middle, later)
-        yield from self._steps_with(one, lane, wanted, middle, stop, later)
 
-    def _may_hold(
-        self, one: Generation, lane: int, wanted: tuple[int, int], first: int, stop: int, later: Sequence[Generation]
-    ) -> bool:
-        row, source = wanted
-        for each in self._touched(one, lane, first, stop, later):
-            if each.leaf != source:
-                continue
-            positions = self._positions_of(row, source, each.epoch)
-            own = positions[positions % each.lane.count == each.lane.index] // each.lane.count
-            if ((own >= each.first) & (own < each.first + each.touched)).any():
-                return True
-        return False
-
-    def _positions_of(self, row: int, source: int, epoch: int) -> npt.NDArray[np.int64]:
-        if (row, source, epoch) not in self._found:
-            self._found = {(row, source, epoch): self._sources[source].at(epoch).positions_of(row)}
-        return self._found[row, source, epoch]
+def _own_rows(lane: Shard, positions: Int64Array) -> Int64Array:
+    """Return the rows of a lane that have some of these positions of an epoch."""
+    return positions[positions % lane.count == lane.index] // lane.count
 
 
 def _part(begins: tuple[tuple[str, int], ...], ends: tuple[tuple[str, int], ...]) -> str:

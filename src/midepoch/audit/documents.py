@@ -1,9 +1,9 @@
 """The documents of each step, recorded in a journal beside the ledger of a process.
 
 There are two kinds of records. A record of documents has the number of its pass, and many sequences that were packed
-together. It is written before the first step that has some of them: two bytes of format, then columns of integers:
-sources (2 bytes, with a bit for the first document of a sequence) and rows (4 bytes, more from 2**32 on). Packed
-documents also have first tokens and lengths (4 bytes each). So a document takes 14 bytes, and a row 6.
+together. It is written before the first step that has some of them: two bytes of format, then for each document its
+source (2 bytes, with a bit for the first document of a sequence) and row (4 bytes, or 8 from 2**32 on). Packed
+documents also have a first token and a length (4 bytes each). So a document takes 14 bytes, and a row 6.
 
 The record of a step is written before the step. It has the number of the step in its pass, and the first and last of
 its sequences in the record of documents before it. A step with sequences of two such records has a record after each,
@@ -14,9 +14,8 @@ from __future__ import annotations
 
 import logging
 import struct
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from functools import cached_property
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,7 +30,6 @@ _DOCUMENTS, _STEP = b"docs", b"step"
 _NUMBERS = struct.Struct("<II")
 _CONTINUED = 1 << 31
 _GROWTH = 1 << 16
-_ROWS, _PACKED = 0, 1
 _BEGINS = np.int16(-(1 << 15))
 """The bit of a source that marks the first document of a sequence."""
 
@@ -56,33 +54,33 @@ class Document(NamedTuple):
     place: str = ""
 
 
+def _format(packed: bool, wide: bool) -> list[tuple[str, str]]:
+    """Return the columns of documents in a record."""
+    columns = [("source", "<i2"), ("row", "<i8" if wide else "<u4")]
+    return [*columns, ("start", "<i4"), ("length", "<i4")] if packed else columns
+
+
 def encoded(table: DocumentTable) -> bytes:
     """Return documents as bytes."""
-    sources, rows, starts, lengths = table.columns
-    kind, rest = _ROWS, b""
+    rows = table.columns[1]
+    wide = bool(len(rows)) and int(rows.max()) >= 1 << 32
+    found = np.empty(len(rows), _format(table.packed, wide))
+    for (name, _), column in zip(_format(table.packed, wide), table.columns, strict=False):
+        found[name] = column
     if table.packed:
-        kind, sources = _PACKED, sources.copy()
-        sources[table.bounds[:-1]] |= _BEGINS
-        rest = starts.tobytes() + lengths.tobytes()
-    width = 4 if not len(rows) or rows.max() < 1 << 32 else 5 if rows.max() < 1 << 40 else 8
-    numbers = rows.astype("<u4") if width == 4 else rows.astype("<i8").view(np.uint8).reshape(-1, 8)[:, :width]
-    return bytes((kind, width)) + sources.tobytes() + numbers.tobytes() + rest
+        found["source"][table.bounds[:-1]] |= _BEGINS
+    return bytes((table.packed, wide)) + found.tobytes()
 
 
 def decoded(payload: bytes) -> DocumentTable:
     """Return the documents from the bytes that ``encoded`` returned."""
-    kind, width, at = payload[0], payload[1], 2
-    count = (len(payload) - at) // (2 + width + (8 if kind == _PACKED else 0))
-    sources = np.frombuffer(payload, "<i2", count, at)
-    numbers = np.zeros((count, 8), np.uint8)
-    numbers[:, :width] = np.frombuffer(payload, np.uint8, count * width, at + 2 * count).reshape(count, width)
-    rows = numbers.reshape(-1).view("<i8").astype(np.int64)
-    if kind == _ROWS:
-        return DocumentTable.of_rows(rows, sources.astype(np.int16))
-    at += (2 + width) * count
-    starts, lengths = (np.frombuffer(payload, "<i4", count, at + place) for place in (0, 4 * count))
-    edges = np.append(np.flatnonzero(sources < 0), count)
-    return DocumentTable.of_columns(edges, ((sources & ~_BEGINS).astype(np.int16), rows, starts, lengths))
+    packed, wide = bool(payload[0]), bool(payload[1])
+    found = np.frombuffer(payload, _format(packed, wide), offset=2)
+    sources, rows = found["source"], found["row"].astype(np.int64)
+    if not packed:
+        return DocumentTable.of_rows(rows, sources)
+    edges = np.append(np.flatnonzero(sources < 0), len(found))
+    return DocumentTable.of_columns(edges, (sources & ~_BEGINS, rows, found["start"], found["length"]))
 
 
 class DocumentRecorder:
@@ -195,17 +193,3 @@ class RecordedDocuments:
                 sources, rows, *_ = table.columns
                 if ((rows == row) & (sources == source)).any():
                     yield step
-
-
-def documents_of(
-    table: DocumentTable, step: int, epoch: int, rank: int, names: Sequence[str], place: Callable[[int, int], str]
-) -> Iterator[Document]:
-    """Yield the documents of a step of one rank. ``place``: function that describes the place of a row."""
-    lengths = np.maximum(table.columns[3], 0).astype(np.int64)
-    offsets = np.cumsum(lengths) - lengths
-    for sequence, (first, stop) in enumerate(pairwise(table.bounds.tolist())):
-        for number in range(first, stop):
-            source, row, start, length = (int(column[number]) for column in table.columns)
-            end, offset = None if length < 0 else start + length, int(offsets[number] - offsets[first])
-            where = place(source, row)
-            yield Document(step, epoch, rank, sequence, source, names[source], row, start, end, offset, where)

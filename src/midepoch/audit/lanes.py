@@ -1,20 +1,20 @@
 """The units and cursors of lanes in a ledger: written for many steps in one record, and read back.
 
-If positions cannot be computed, a record for each lane of the rank follows some steps. It has, for each step since the
-last one, the outputs that the lane has taken so far, and its cursor. They are written when a lane reaches another
-chunk, and before a state is saved, so that a run can resume only at a recorded cursor. The cursors are those of the
-state, with two more integers if rows may yield no output: the number of rows before it that did, and the number that
-did in the first pass, if a mix iterates the source again.
+If positions cannot be computed, a record for each lane of the rank follows some steps. It has the *place* of the lane
+after each step since the last one: the outputs that it has taken, and its cursor, such as ``[640, [17, 3]]``. They are
+written when a lane reaches another chunk, and before a state is saved, so that a run can resume only at a recorded
+cursor. The cursors are those of the state, with two more integers if rows may yield no output: the number of rows
+before it that did, and the number that did in the first pass, if a mix iterates the source again.
 """
 
 from __future__ import annotations
 
 import json
-import zlib
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import groupby, repeat
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -31,23 +31,16 @@ from midepoch.pipeline.node import Concat, Local, Mix, Node, Slice, Zip
 from midepoch.transforms.packing import PackSpec
 
 Int64Array = npt.NDArray[np.int64]
-CURSORS, NUMBERS = b"curs", b"nums"
-"""Kinds of records: the cursors of some steps, or only the numbers in them, if their shape is that of the last one."""
-Places = tuple[Sequence[Any], Sequence[int]]
-"""Places of the lanes of a rank after a step: a mark of each, and the outputs that it has taken."""
-
-
+CURSORS = b"curs"
+"""The kind of the records. The number of a record is that of its lane."""
+Marks = tuple[Sequence[Any], Sequence[int]]
+"""The lanes of a rank after a step: a mark of each, from which its cursor is computed, and the outputs it has taken."""
 At = Any
 """Cursor of a lane as nested lists of numbers (``listed``), which a record has."""
 
 
-class LaneRecord(NamedTuple):
-    """A record of some steps of a lane. ``width``: the numbers of its cursors, or 0 if their shape can change."""
-
-    kind: bytes
-    content: bytes
-    number: int
-    width: int
+def _place(taken: int, at: FlowAt | None) -> list[Any]:
+    return [taken, listed(at, counts=True)]  # type: ignore[arg-type]
 
 
 class LaneRecorder:
@@ -61,95 +54,147 @@ class LaneRecorder:
         self, lanes: Mapping[int, LaneCursor] = NO_LANES, numbers: Sequence[int] = (), start: FlowAt | None = None
     ) -> None:
         fresh = LaneCursor(0, start)
-        known = {number: lanes.get(number, fresh) for number in numbers}
+        known = [(number, lanes.get(number, fresh)) for number in numbers]
         self.numbers = numbers
-        self.begin = {number: [lane.taken, listed(lane.at, counts=True)] for number, lane in known.items()}
-        self.ended = [number for number, lane in known.items() if lane.ended]
-        self._widths = [0] * len(numbers)  # of the cursors in the last record, if their shape cannot change
+        self.begin = [(number, _place(lane.taken, lane.at)) for number, lane in known]
         self._written = 0
-        self.pending: list[Places] = []
-        """Places of the lanes after each step that is not written yet."""
+        self.pending: list[Marks] = []
+        """The lanes after each step that is not written yet."""
         self.last: StepOutputs | Cursor | None = None
         """The last of these steps."""
 
-    def places(self, at: Cursor) -> Places:
+    def marks(self, at: Cursor) -> Marks:
         """Return where a cursor has the lanes."""
         lanes = [at.lanes[number] for number in self.numbers]
         return [lane.at for lane in lanes], [lane.taken for lane in lanes]
 
-    def records(self, delivered: int) -> list[LaneRecord]:
-        """Return what is to be written for the steps that are delivered, in the order of the lanes.
+    def records(self, delivered: int) -> list[tuple[int, bytes]]:
+        """Return what is to be written for the steps that are delivered: numbers of lanes, and contents of records.
 
         They are pending until ``written`` is called: an interrupt may come before.
         """
         first, pending = self._written + 1, self.pending[: max(0, delivered - self._written)]
         lanes = enumerate(self.numbers if pending else ())
-        return [self._record(lane, number, first, pending) for lane, number in lanes]
+        return [(number, content) for lane, number in lanes for content in _records(lane, first, pending)]
 
-    def written(self, delivered: int, records: Sequence[LaneRecord] = ()) -> Places | None:
+    def written(self, delivered: int) -> Marks | None:
         """Note that the records of all delivered steps are written. Return the end of the epoch, if one came to it."""
-        last, widths = self.last, [record.width for record in records] or self._widths
-        count = max(0, delivered - self._written)
+        last, count = self.last, max(0, delivered - self._written)
         done = self.pending[:count]
         # No call from here on, so that no interrupt comes between. A step that is about to be delivered stays: the loop
         # may add it at this moment, if a thread saves a state.
         del self.pending[:count]
-        self._written, self._widths = self._written + count, widths
+        self._written += count
         ended = last.ended if isinstance(last, StepOutputs) else last is not None and last.lanes_ended
         return done[-1] if ended and done and not self.pending else None
 
-    def end(self, places: Places) -> list[Any]:
-        """Return the record of places at the end of the epoch."""
-        lanes = zip(self.numbers, *places, strict=True)
-        return [[number, [taken, listed(at_mark(mark), counts=True)]] for number, mark, taken in lanes]
-
-    def _record(self, lane: int, number: int, first: int, pending: Sequence[Places]) -> LaneRecord:
-        marks, taken = [places[0][lane] for places in pending], [places[1][lane] for places in pending]
-        table, width = None, self._widths[lane]
-        if isinstance(marks[0], tuple) and all(isinstance(mark, tuple) and mark[0] is marks[0][0] for mark in marks):
-            table = marks[0][0].table
-        if width and table is not None:
-            values = table(np.array([outputs for _, outputs in marks]), False)
-            if values is not None and values.shape[1] == width:
-                return LaneRecord(NUMBERS, _numbers(first, np.array(taken), values), number, width)
-        cursors = [at_mark(mark) for mark in marks]
-        places = [[count, listed(at, counts=True)] for count, at in zip(taken, cursors, strict=True)]
-        content = zlib.compress(json.dumps([first, places], separators=(",", ":")).encode(), 1)
-        return LaneRecord(CURSORS, content, number, len(flatten(places[-1][1])) if keeps_shape(cursors[-1]) else 0)
+    def end(self, marks: Marks) -> list[Any]:
+        """Return the record of the end of the epoch: the place of each lane there."""
+        lanes = zip(self.numbers, *marks, strict=True)
+        return [[number, _place(taken, at_mark(mark))] for number, mark, taken in lanes]
 
 
-def _numbers(first: int, taken: Int64Array, values: Int64Array) -> bytes:
-    """Return the numbers of steps: those of the first one, and the increases in the columns that change."""
-    values = np.column_stack((taken, values))
-    columns = np.flatnonzero((values != values[0]).any(axis=0))
-    increases = np.diff(values[:, columns], axis=0)
+def _records(lane: int, first: int, pending: Sequence[Marks]) -> Iterator[bytes]:
+    """Yield the records of a lane: one, unless the shape of its cursors changes. ``first``: the first of the steps."""
+    marks, taken = [marks[lane] for marks, _ in pending], [counts[lane] for _, counts in pending]
+    values = _in_one_call(marks)
+    values = _one_by_one(marks) if values is None else values
+    if values is not None:
+        yield _encoded(first, _place(taken[0], at_mark(marks[0])), np.array(taken), values)
+        return
+    places = [_place(count, at_mark(mark)) for count, mark in zip(taken, marks, strict=True)]
+    for _, group in groupby(places, _shape):
+        some = list(group)
+        values = np.array([_numbers(place) for place in some])
+        yield _encoded(first, some[0], values[:, 0], values[:, 1:])
+        first += len(some)
+
+
+def _in_one_call(marks: Sequence[Any]) -> Int64Array | None:
+    """Return the numbers of the cursors at marks of one chunk, if it has a table of them."""
+    chunk = marks[0][0] if isinstance(marks[0], tuple) else None
+    if chunk is None or chunk.table is None:
+        return None
+    if not all(isinstance(mark, tuple) and mark[0] is chunk for mark in marks):
+        return None
+    found: Int64Array | None = chunk.table(np.array([outputs for _, outputs in marks]), False)
+    return found
+
+
+def _one_by_one(marks: Sequence[Any]) -> Int64Array | None:
+    """Return the numbers of the cursors at marks, or None if their shape may change."""
+    cursors = [at_mark(mark) for mark in marks]
+    numbers = [flatten(listed(cursor, counts=True)) for cursor in cursors]
+    return np.array(numbers) if all(map(keeps_shape, cursors)) and len(set(map(len, numbers))) == 1 else None
+
+
+def _encoded(first: int, place: At, taken: Int64Array, values: Int64Array) -> bytes:
+    """Return a record: the place after the first step, and the increases of its numbers that change."""
+    increases = np.empty((len(values) - 1, values.shape[1] + 1), np.int64)
+    np.subtract(taken[1:], taken[:-1], out=increases[:, 0])
+    np.subtract(values[1:], values[:-1], out=increases[:, 1:])
+    columns = np.flatnonzero(increases.any(axis=0))
+    increases = increases[:, columns]
     most = int(abs(increases).max(initial=0))
     size = next(size for size in (1, 2, 4, 8) if most < 1 << (8 * size - 1))
-    head = json.dumps([first, len(values), values[0].tolist(), columns.tolist(), size], separators=(",", ":"))
+    head = json.dumps([first, len(values), place, columns.tolist(), size], separators=(",", ":"))
     return head.encode() + b"\n" + increases.astype(f"<i{size}").tobytes()
 
 
-class _Steps(NamedTuple):
-    """The cursors of a lane after some steps, from ``first`` on. ``template``: one in whose places the numbers belong.
+def _is_number(value: Any) -> bool:
+    """Return True for the integers of a cursor. Changed weights, which are floats, are a part of its shape."""
+    return isinstance(value, int) and value < 1 << 62
 
-    Without a template they are not numbers, but complete.
-    """
+
+def _numbers(place: At) -> list[int]:
+    found = []
+    for value in place:
+        if isinstance(value, list):
+            found += _numbers(value)
+        elif _is_number(value):
+            found.append(value)
+    return found
+
+
+def _filled(place: At, values: Iterator[int]) -> At:
+    """Return a place with other numbers."""
+    return [
+        _filled(value, values) if isinstance(value, list) else next(values) if _is_number(value) else value
+        for value in place
+    ]
+
+
+def _shape(place: At) -> At:
+    return _filled(place, repeat(0))
+
+
+class _Steps(NamedTuple):
+    """The places of a lane after some steps, from ``first`` on: numbers that belong in a place like the first one."""
 
     first: int
-    values: Any
-    template: At = None
+    place: At
+    values: Int64Array
+
+    @staticmethod
+    def decoded(content: bytes) -> _Steps:
+        head, _, data = content.partition(b"\n")
+        first, count, place, columns, size = json.loads(head)
+        values = np.tile(np.array(_numbers(place)), (count, 1))
+        increases = np.frombuffer(data, f"<i{size}").reshape(count - 1, len(columns))
+        values[1:, columns] += np.cumsum(increases, axis=0, dtype=np.int64)
+        return _Steps(first, place, values)
 
     def after(self, step: int) -> At:
         values = self.values[min(step - self.first, len(self.values) - 1)]
-        return values if self.template is None else _filled(self.template, iter(values.tolist()))
+        return _filled(self.place, iter(values.tolist()))
 
 
 @dataclass(frozen=True)
 class LaneTrack:
     """The lanes of a rank over the steps of a pass.
 
-    ``begin``: for each lane the outputs that it had taken, and its cursor. ``ended``: lanes that were at their end
-    then. ``end``: the same at the end of the epoch, if the pass came to it; it counts as one additional step.
+    ``begin``: the place of each lane. ``ended``: lanes that were at their end then. ``end``: the places at the end of
+    the epoch, if the pass came to it; it counts as one additional step.
     """
 
     begin: Mapping[int, At]
@@ -161,19 +206,9 @@ class LaneTrack:
     @cached_property
     def _steps(self) -> dict[int, list[_Steps]]:
         """By lane, the records of its steps."""
-        found = {number: [_Steps(0, [at])] for number, at in self.begin.items()}
+        found = {number: [_Steps(0, at, np.array([_numbers(at)]))] for number, at in self.begin.items()}
         for record in self.records:
-            steps = found[record.number]
-            if record.kind == CURSORS:
-                steps.append(_Steps(*json.loads(zlib.decompress(record.content))))
-                continue
-            head, _, data = bytes(record.content).partition(b"\n")
-            first, count, base, columns, size = json.loads(head)
-            increases = np.frombuffer(data, f"<i{size}").reshape(count - 1, len(columns))
-            values = np.tile(np.array(base, np.int64), (count, 1))
-            values[1:, columns] += np.cumsum(increases, axis=0, dtype=np.int64)
-            template = steps[-1].template or steps[-1].values[-1]
-            steps.append(_Steps(first, values, template))
+            found[record.number].append(_Steps.decoded(bytes(record.content)))
         return found
 
     @cached_property
@@ -190,6 +225,10 @@ class LaneTrack:
         """Return the outputs that a lane has taken after a number of steps."""
         return int(self._place(lane, step)[0])
 
+    def ends_after(self, steps: int) -> bool:
+        """Return True if the pass came to the end of the epoch, and these are all of its steps."""
+        return self.end is not None and steps == self.delivered
+
     def _place(self, lane: int, step: int) -> At:
         if self.end is not None and step > self.delivered:
             return self.end[lane]
@@ -197,14 +236,14 @@ class LaneTrack:
         return steps[bisect_right(steps, step, key=lambda some: some.first) - 1].after(step)
 
 
-def _filled(template: At, values: Iterator[Any]) -> At:
-    return [_filled(inner, values) if isinstance(inner, list) else next(values) for inner in template]
+def tree_of(node: Node, first: int = 0) -> dict[str, Any]:
+    """Return the shape of a pipeline, as far as its cursors depend on it: enough to read them without its functions.
 
-
-def may_drop(node: Node) -> bool:
-    """Return True if rows may be left over at the end of an epoch: then they are dropped, not filtered."""
+    ``drops``: rows may be left over at the end of an epoch; then they are dropped, not filtered. ``again``: a mix draws
+    rows again and again, to the end of a schedule or without end, so an epoch is not over when all rows were drawn.
+    """
     base = node.base
-    stages = any(
+    drops = any(
         isinstance(stage, Slice)
         or getattr(stage, "drop_last", False)
         or getattr(stage, "drop_remainder", False)
@@ -212,37 +251,20 @@ def may_drop(node: Node) -> bool:
         or (isinstance(stage, Local) and any(getattr(step, "drop_last", False) for step in stage.steps))
         for stage in node.stages
     )
+    tree: dict[str, Any] = {"stages": [_kind(stage) for stage in node.remembering], "drops": drops, "again": False}
     if isinstance(base, Leaf):
-        return stages or any(getattr(step, "drop_last", False) for step in base.steps)
-    mixed = isinstance(base, Zip) or (isinstance(base, Mix) and base.stop != "all")
-    return stages or mixed or any(map(may_drop, base.parts))
-
-
-def draws_again(node: Node) -> bool:
-    """Return True if a mix draws rows again and again, to the end of a schedule or without end.
-
-    Then an epoch is not over when all rows were drawn.
-    """
-    base = node.base
-    if isinstance(base, Leaf):
-        return False
-    again = isinstance(base, Mix) and (base.schedule is not None or base.stop == "never")
-    return again or any(map(draws_again, base.parts))
-
-
-def tree_of(node: Node, first: int = 0) -> dict[str, Any]:
-    """Return the shape of a pipeline, as far as its cursors depend on it: enough to read them without its functions."""
-    stages = [_kind(stage) for stage in node.remembering]
-    base = node.base
-    if isinstance(base, Leaf):
+        tree["drops"] |= any(getattr(step, "drop_last", False) for step in base.steps)
         kept, grouped = base.may_drop_rows and not node.plain, base.group is not None
-        return {"stages": stages, "leaf": first, "kept": kept, "grouped": grouped}
+        return {**tree, "leaf": first, "kept": kept, "grouped": grouped}
     parts, number = [], first
     for part in base.parts:
         parts.append(tree_of(part, number))
         number += len(part.leaves)
-    kind = "mix" if isinstance(base, Mix) else "concat" if isinstance(base, Concat) else "zip"
-    return {"stages": stages, kind: parts}
+    stops = isinstance(base, Zip) or (isinstance(base, Mix) and base.stop != "all")
+    endless = isinstance(base, Mix) and (base.schedule is not None or base.stop == "never")
+    tree["drops"] |= stops or any(part["drops"] for part in parts)
+    tree["again"] = endless or any(part["again"] for part in parts)
+    return {**tree, "mix" if isinstance(base, Mix) else "concat" if isinstance(base, Concat) else "zip": parts}
 
 
 def _kind(stage: Any) -> str:
@@ -329,52 +351,54 @@ class LeafPlace(NamedTuple):
 
 def places(tree: Mapping[str, Any], at: At, epoch: int, lane: Shard) -> list[LeafPlace]:
     """Return the place of a cursor in each source of a pipeline."""
-    return list(_places(tree, at, epoch, lane, (), 0))
+    return list(_places(tree, at, LeafPlace(0, epoch, lane, 0, None, ()), 0))
 
 
-def _places(
-    tree: Mapping[str, Any],
-    at: At,
-    epoch: int,
-    lane: Shard,
-    part: tuple[tuple[str, int], ...],
-    run: int,
-    passes: tuple[PassOver, ...] = (),
-    stages: tuple[StagePart, ...] = (),
-    depth: int = 0,
-) -> Iterator[LeafPlace]:
-    for kind in reversed(tree["stages"]):
+def _places(tree: Mapping[str, Any], at: At, place: LeafPlace, depth: int) -> Iterator[LeafPlace]:
+    """Yield the place in each source. ``place``: that in the pipeline around it.
+
+    ``at``: a cursor, or the row of all sources of a part that has not begun (0) or is complete (-1).
+    """
+    is_whole = isinstance(at, int)
+    for kind in () if is_whole else reversed(tree["stages"]):
         (at, count, *_), depth = at, depth + 1
         if count and kind != "number":
-            part = ((kind, int(count)), *part)
-            stages = (*stages, StagePart(depth, kind, _leaves(tree), _rows_of_input(tree)))
+            stage = StagePart(depth, kind, _leaves(tree), _rows_of_input(tree))
+            place = place._replace(part=((kind, int(count)), *place.part), stages=(*place.stages, stage))
     if "leaf" in tree:
-        row, outputs, *kept = at
-        if outputs:
-            kind = "group" if tree.get("grouped") else "outputs"
-            part = ((kind, int(outputs)), *part)
-            if kind == "group":  # outputs of a batched function: each may be of any row of its group
-                stages = (*stages, StagePart(depth + 1, kind, _leaves(tree)))
-        count, first = (int(kept[0]), int(kept[1])) if kept else (0, -1)  # a cursor of a state has no counts
-        counted = count if tree["kept"] else None
-        yield LeafPlace(tree["leaf"], epoch, lane, int(row), counted, part, run, outputs > 0, first, passes, stages)
+        place = place._replace(leaf=tree["leaf"])
+        yield place._replace(row=at, kept=None if at else 0, part=()) if is_whole else _in_leaf(tree, at, place, depth)
     elif "mix" in tree:
-        for inner, (again, stage, cursor) in zip(tree["mix"], at[2], strict=True):
-            over = PassOver(epoch, lane, int(again), int(stage), scheduled=len(at) > 4)
-            where = place_of(over.run, over.stage, epoch, lane)
-            runs = run + over.run + (stage == BORROWING)
-            yield from _places(inner, cursor, *where, part, runs, (*passes, over), stages, depth)
-    elif "concat" in tree:
-        number, cursor, *before = at
-        kept = iter(before[0] if before else ())
+        entries = [(0, FIRST, at)] * len(tree["mix"]) if is_whole else at[2]
+        for inner, (again, stage, cursor) in zip(tree["mix"], entries, strict=True):
+            over = PassOver(place.epoch, place.lane, int(again), int(stage), not is_whole and len(at) > 4)
+            epoch, lane = place_of(over.run, over.stage, place.epoch, place.lane)
+            run, passes = place.run + over.run + (stage == BORROWING), (*place.passes, over)
+            yield from _places(inner, cursor, place._replace(epoch=epoch, lane=lane, run=run, passes=passes), depth)
+    elif "concat" in tree and not is_whole:
+        number, cursor, *counts = at
+        kept = iter(counts[0] if counts else ())
         for other, inner in enumerate(tree["concat"]):
-            if other == number:
-                yield from _places(inner, cursor, epoch, lane, part, run, passes, stages, depth)
-            else:
-                yield from _whole(inner, epoch, lane, other < number, run, kept, passes, stages)
+            for each in _places(inner, cursor if other == number else -(other < number), place, depth):
+                count = next(kept, -1) if other < number else -1
+                yield each._replace(kept=count) if count >= 0 else each
     else:
-        for inner, cursor in zip(tree["zip"], at, strict=True):
-            yield from _places(inner, cursor, epoch, lane, part, run, passes, stages, depth)
+        parts = tree.get("concat") or tree["zip"]
+        for inner, cursor in zip(parts, [at] * len(parts) if is_whole else at, strict=True):
+            yield from _places(inner, cursor, place, depth)
+
+
+def _in_leaf(tree: Mapping[str, Any], at: At, place: LeafPlace, depth: int) -> LeafPlace:
+    """Return the place of a cursor in the rows of a source."""
+    row, outputs, *counts = at
+    kept, first = counts or (0, -1)  # a cursor of a state has no counts
+    part, stages = place.part, place.stages
+    if outputs and tree["grouped"]:  # outputs of a batched function: each may be of any row of its group
+        part, stages = (("group", outputs), *part), (*stages, StagePart(depth + 1, "group", _leaves(tree)))
+    elif outputs:
+        part = (("outputs", outputs), *part)
+    kept = kept if tree["kept"] else None
+    return place._replace(row=row, kept=kept, part=part, inside=outputs > 0, first=first, stages=stages)
 
 
 def _rows_of_input(tree: Mapping[str, Any]) -> int:
@@ -388,25 +412,3 @@ def _leaves(tree: Mapping[str, Any]) -> range:
         return range(tree["leaf"], tree["leaf"] + 1)
     parts = next(tree[kind] for kind in ("mix", "concat", "zip") if kind in tree)
     return range(_leaves(parts[0]).start, _leaves(parts[-1]).stop)
-
-
-def _whole(
-    tree: Mapping[str, Any],
-    epoch: int,
-    lane: Shard,
-    over: bool,
-    run: int,
-    kept: Iterator[int],
-    passes: tuple[PassOver, ...],
-    stages: tuple[StagePart, ...],
-) -> Iterator[LeafPlace]:
-    """Yield the sources of a part that is complete or has not begun. A row of -1 is the end."""
-    if "leaf" in tree:
-        count, row = int(next(kept, -1)) if over else 0, -1 if over else 0
-        counted = count if count >= 0 else None
-        yield LeafPlace(tree["leaf"], epoch, lane, row, counted, (), run, passes=passes, stages=stages)
-    for inner in tree.get("mix", ()):
-        first = (*passes, PassOver(epoch, lane, 0, FIRST))
-        yield from _whole(inner, *place_of(0, FIRST, epoch, lane), over, run, kept, first, stages)
-    for inner in (*tree.get("concat", ()), *tree.get("zip", ())):
-        yield from _whole(inner, epoch, lane, over, run, kept, passes, stages)

@@ -27,13 +27,13 @@ from functools import partial
 from itertools import count
 from pathlib import Path
 from threading import RLock
-from typing import Any
+from typing import Any, NamedTuple
 
 from midepoch._internal.hints import hinted_methods
-from midepoch._internal.processes import silent_at_exit
+from midepoch._internal.processes import alive, machine, silent_at_exit
 from midepoch.audit.documents import DocumentRecorder
 from midepoch.audit.journal import Journal
-from midepoch.audit.lanes import LaneRecorder, Places
+from midepoch.audit.lanes import CURSORS, LaneRecorder, Marks
 from midepoch.audit.orders import mix_of, order_name, save_lengths, save_order, stream_name
 from midepoch.audit.records import (
     ACKED,
@@ -72,59 +72,49 @@ _MOST_FILES = 16
 """Maximum number of files searched for the previous process of this rank."""
 
 
-def new_file(folder: Path, attempt: str, shard: Shard, stream: str) -> tuple[str, list[tuple[str, int]]]:
-    """Return a name for a new file of a start, and the files of earlier processes with the numbers of their steps.
+class NewFile(NamedTuple):
+    """A name for a new file of a start, and what earlier files of its rank have.
 
-    Starts are numbered by the files in the folder, not by clocks, which differ between machines.
+    ``previous``: of the last one of the same start by another process, and of the last one of another start: the name
+    of the file, and the number of its steps. ``has_others``: a loader of other rows recorded there without a name.
     """
-    mark = _mark_of(attempt)
+
+    name: str
+    previous: list[tuple[str, int]]
+    has_others: bool
+
+
+def new_file(folder: Path, attempt: str, shard: Shard, stream: str) -> NewFile:
+    """Return the new file of a start. Starts are numbered by the files in the folder: clocks of machines differ."""
+    mark, rank = _mark_of(attempt), f"-rank{shard.index:05}of"
     known = [(*found, path) for path in folder.glob(f"*{SUFFIX}") if (found := numbered(path)) is not None]
     current = max((number for number, other, _ in known if other == mark), default=0)
     last = max((number for number, _, _ in known), default=0)
+    previous, has_others = [], False
+    for is_same in (True, False):
+        files: dict[str, int] = {}
+        named: set[str] = set()  # a later file names those before it, so the last one is named by none of the others
+        paths = [path for _, other, path in sorted(known, reverse=True) if (other == mark) == is_same]
+        for path in [path for path in paths if rank in path.name][:_MOST_FILES]:
+            with suppress(OSError, StateError):
+                passes = read_passes(path)
+                headers = [one.header for one in passes]
+                has_others |= any(one.stream != stream and not one.name for one in headers[:1])
+                if headers and headers[0].process != process_name() and headers[0].stream == stream:
+                    files[path.name] = steps_in(passes, stream)
+                    named |= {name for one in headers for name, _ in one.previous}
+        previous += [one for one in files.items() if one[0] not in named][:1]
     number = current if current and current == last else last + 1
-    previous = [
-        *_last([one for one in known if one[1] == mark], shard, stream),
-        *_last([one for one in known if one[1] != mark], shard, stream),
-    ]
-    return f"{number:06}-{mark}-rank{shard.index:05}of{shard.count:05}-{secrets.token_hex(4)}{SUFFIX}", previous
-
-
-def _another_stream(folder: Path, stream: str) -> str:
-    """Return the name of the rows of another loader, itself without a name, that has recorded in a folder, or ""."""
-    for path in sorted(folder.glob(f"*{SUFFIX}"))[:_MOST_FILES]:
-        with suppress(OSError, StateError):
-            for one in read_passes(path)[:1]:
-                if one.header.stream != stream and not one.header.name:
-                    return one.header.stream
-    return ""
+    name = f"{number:06}-{mark}{rank}{shard.count:05}-{secrets.token_hex(4)}{SUFFIX}"
+    return NewFile(name, previous, has_others)
 
 
 def _mark_of(attempt: str) -> str:
     return hashlib.blake2b(attempt.encode(), digest_size=5).hexdigest()
 
 
-def _last(known: list[tuple[int, str, Path]], shard: Shard, stream: str) -> list[tuple[str, int]]:
-    """Return the last of these files of the same rows and rank by another process, and the number of its steps.
-
-    A later file names those before it, so the last one is named by none of the others.
-    """
-    paths = [path for _, _, path in sorted(known, reverse=True) if f"-rank{shard.index:05}of" in path.name]
-    files: dict[str, int] = {}
-    named: set[str] = set()
-    for path in paths[:_MOST_FILES]:
-        try:
-            passes = read_passes(path)
-        except (OSError, StateError):
-            continue
-        headers = [one.header for one in passes]
-        if passes and headers[0].process != process_name() and headers[0].stream == stream:
-            files[path.name] = steps_in(passes, stream)
-            named |= {name for one in headers for name, _ in one.previous}
-    return [one for one in files.items() if one[0] not in named][:1]
-
-
-_streams: dict[Path, str] = {}
-"""The rows of the first loader that records in a folder, or "" once another one was noticed."""
+_shared: set[Path] = set()
+"""Folders in which loaders of different rows record without names. Each is logged once."""
 _branches: Counter[tuple[str, tuple[str, int]]] = Counter()
 """By start, rows and rank: the branches of this process. The ranks of a start begin as many, so names are the same."""
 _births: dict[int, str] = {}
@@ -140,28 +130,9 @@ def host_of(process: str) -> str:
     return process.rsplit("-", 2)[0]
 
 
-def process_space() -> str:
-    """Return a name of the processes that can be seen from here: of a boot of a machine, or of a container on it.
-
-    Empty if the system does not tell.
-    """
-    with suppress(OSError):
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot}/{Path('/proc/self/ns/pid').stat().st_ino}"
-    return ""
-
-
 def is_gone(process: str, space: str) -> bool | None:
-    """Return True if a process has exited. None if it cannot be seen from here."""
-    number = process.rsplit("-", 2)[1]
-    if not space or space != process_space():
-        return None
-    try:  # a process that was killed exists until its parent notes that
-        return Path(f"/proc/{number}/stat").read_text(errors="replace").rpartition(")")[2].split()[0] == "Z"
-    except FileNotFoundError:
-        return True
-    except OSError:
-        return None
+    """Return True if a process has exited. None if it cannot be seen from here, where another ``machine`` is."""
+    return not alive(int(process.rsplit("-", 2)[1])) if space == machine() else None
 
 
 _log = logging.getLogger("midepoch")
@@ -296,13 +267,9 @@ class Ledger:
         numbers = Share.of(spec.lanes, shard).lanes.positions(0, spec.lanes).tolist() if in_lanes else ()
         self.lanes = LaneRecorder(cursor.lanes, numbers, start(spec.node))
         try:
-            journal, previous = self._opened(attempt, shard)
-            begins = self._how == "fresh" and not (load or cursor.steps or shard.index)
-            if begins and (other := _another_stream(self.folder, self._rows[0])):
-                _streams.setdefault(self.folder.absolute(), other)
-            self._note_another_loader()
-            if begins and spec.node.shuffled:
-                self._note_forgotten_state(sum(steps for _, steps in previous))
+            journal, earlier = self._opened(attempt, shard)
+            if self._how == "fresh" and not (load or cursor.steps or shard.index):
+                self._note(earlier, shuffled=spec.node.shuffled)
             number = next(_numbers)
             if sources and in_lanes and not load:
                 self.documents.begin(journal.path, number)
@@ -317,10 +284,10 @@ class Ledger:
                 order=order_name(spec),
                 name=self.name,
                 process=process_name(),
-                space=process_space(),
+                space=machine(),
                 number=number,
                 time=round(time.time(), 3),
-                previous=previous,
+                previous=earlier.previous,
                 how=self._how,
                 is_load=load,
                 rank=shard.index,
@@ -329,8 +296,7 @@ class Ledger:
                 unit=spec.unit,
                 cursor=cursor.without_stages() if in_lanes else cursor,
                 lanes=spec.lanes if in_lanes else 0,
-                stages=list(self.lanes.begin.items()),
-                ended=self.lanes.ended,
+                places=self.lanes.begin,
                 end=until,
                 rows=spec.rows,
                 batching=batching,
@@ -347,41 +313,38 @@ class Ledger:
             self._gap = self._gap or not load
             self._lose(problem)
             return
-        self.counters[Count.GAP], self._gap = int(self._gap), False
+        self.counters[Count.LOST], self._gap = int(self._gap), False
         before, _latest[self._rows] = _latest.get(self._rows), self
         self._beside = self._how == "on" and before not in (None, self)
         if before is not None and before is not self:
             before._beside, before.due = True, 0.0  # if it continues with its own pass after this
 
-    def _note_another_loader(self) -> None:
-        """Log, once for each folder, that loaders of different rows record in it without names."""
-        first = _streams.setdefault(self.folder.absolute(), self._rows[0])
-        if first not in ("", self._rows[0]) and not self.name:
-            _streams[self.folder.absolute()] = ""
+    def _note(self, earlier: NewFile, *, shuffled: bool) -> None:
+        """Log what is wrong if training begins at its first step beside files of another loader or an earlier start."""
+        if earlier.has_others and not self.name and self.folder.absolute() not in _shared:
+            _shared.add(self.folder.absolute())
             _log.warning(
                 "two loaders of different rows record in %s. For another run, pass another folder. For two loaders of "
                 "one run, name them: audit=midepoch.audit.Ledger(folder, name='train').",
                 self.folder,
             )
-
-    def _note_forgotten_state(self, earlier: int) -> None:
-        """Log that training begins at its first step, beside ``earlier`` steps of another process, if there are any."""
-        if earlier:
+        steps = sum(steps for _, steps in earlier.previous)
+        if steps and shuffled:
             _log.warning(
                 "the ledger in %s has %s steps of an earlier start, and this one begins at step 0, without a state. To "
                 "resume, load its checkpoint first. For another run, pass another folder.",
                 self.folder,
-                f"{earlier:,}",
+                f"{steps:,}",
             )
 
-    def _opened(self, attempt: str, shard: Shard) -> tuple[Journal, list[tuple[str, int]]]:
-        """Return a journal of its own, and if it is new the files of earlier processes. Raises OSError."""
+    def _opened(self, attempt: str, shard: Shard) -> tuple[Journal, NewFile]:
+        """Return a journal of its own, and if it is new what is beside it. Raises OSError."""
         if self._journal is not None and self._journal.is_open:
-            return self._journal, []
+            return self._journal, NewFile("", [], False)
         self.folder.mkdir(parents=True, exist_ok=True)
-        name, previous = new_file(self.folder, attempt, shard, self._rows[0])
-        self._journal = Journal(self.folder / name)
-        return self._journal, previous
+        new = new_file(self.folder, attempt, shard, self._rows[0])
+        self._journal = Journal(self.folder / new.name)
+        return self._journal, new
 
     def step(self, number: int, skipped: int) -> None:
         """Record more of a step than that it is delivered, right before it is: skipped rows, and times that are due.
@@ -408,7 +371,7 @@ class Ledger:
         The cursors of earlier steps are written when a lane has come to another chunk.
         """
         lanes = self.lanes
-        places = (at.marks, at.after) if isinstance(at, StepOutputs) else lanes.places(at)
+        places = (at.marks, at.after) if isinstance(at, StepOutputs) else lanes.marks(at)
         for first, _ in lanes.pending[:1]:  # a thread that saves a state may write it at this moment
             for mark, other in zip(first, places[0], strict=True):
                 if not (isinstance(mark, tuple) and isinstance(other, tuple) and mark[0] is other[0]):
@@ -442,10 +405,9 @@ class Ledger:
         with self._writing:
             lanes, steps = self.lanes, self.counters[Count.STEPS]
             is_recorded = self._journal is not None and self._journal.is_open  # not in a fork, or after a failure
-            records = lanes.records(steps) if is_recorded else []
-            for record in records:
-                self._append(record.kind, record.content, record.number)
-            end = lanes.written(steps, records)
+            for number, content in lanes.records(steps) if is_recorded else ():
+                self._append(CURSORS, content, number)
+            end = lanes.written(steps)
             if end is not None and is_recorded:  # also if no pass comes to ask for another batch
                 self._end(end)
 
@@ -471,7 +433,7 @@ class Ledger:
             return
         self._moved = True
         self._ends = self._ends or not self.counters[Count.STEPS]  # without a step, this is all that it records
-        self._end(self.lanes.places(end))
+        self._end(self.lanes.marks(end))
         self._how = "on"
         assert self._measured is not None
         last = self._measured.last_delivery or self._began  # as all marks, at a step: what follows is not its time
@@ -479,11 +441,11 @@ class Ledger:
         self._see(last)
         self.sync()
 
-    def _end(self, places: Places) -> None:
+    def _end(self, marks: Marks) -> None:
         """Record the end of the epoch, and the places of the lanes there, once. It may be known before."""
         if self._ends:
             self._ends = False
-            self._append(OVER, json.dumps(self.lanes.end(places)).encode())
+            self._append(OVER, json.dumps(self.lanes.end(marks)).encode())
 
     def sync(self) -> None:
         """Write the ledger to disk. (A process that dies loses nothing without it, but a machine may.)"""

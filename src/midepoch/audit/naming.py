@@ -5,20 +5,20 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from midepoch.audit.consumed import Delivery
-from midepoch.audit.documents import Document, documents_of
+from midepoch.audit.documents import Document
 from midepoch.audit.orders import KnownSource
 from midepoch.audit.passes import Generation
 from midepoch.audit.proof import delivered_by, own_positions
 from midepoch.errors import DataNotFoundError, StateError
 from midepoch.order import Shard
 from midepoch.pipeline.plans import TokenPlan
-from midepoch.transforms.provenance import DocumentTable
 
 if TYPE_CHECKING:
     from midepoch.audit.run import Run
@@ -56,8 +56,7 @@ def _place_of(run: Run, step: int, *, any_branch: bool = False) -> _Place:
     if not 1 <= step <= run.steps:
         raise DataNotFoundError(f"there is no step {step}: the run has {run.steps:,} steps, counted from 1.")
     for number in reversed(range(len(run.generations))):
-        one, before = run.generations[number], run.first_steps[number]
-        place = step - 1 - before
+        one, place = run.generations[number], step - 1 - run.first_steps[number]
         if 0 <= place < one.reach and any(one.received(rank, place) for rank in one.of_rank):
             return _Place(number, one, place)
     raise DataNotFoundError(f"step {step} is not recorded: the ledger of the run begins later.")
@@ -83,8 +82,8 @@ def rows_delivered_at(run: Run, step: int) -> list[tuple[int, int]]:
     Raises DataNotFoundError if there is no such step, or if it is not known which rows its outputs are of.
     """
     found = _place_of(run, step, any_branch=True)
-    if found.one.documents:
-        return list(dict.fromkeys((one.source, one.row) for one in _documents_at(run, found, step) or ()))
+    if (documents := _documents_at(run, found, step)) is not None:
+        return list(dict.fromkeys((one.source, one.row) for one in documents))
     if found.one.in_lanes:
         raise DataNotFoundError(
             f"the rows of step {step} are not recorded: the pipeline changes the number of rows, and the loader had no "
@@ -103,18 +102,29 @@ def documents_of_step(run: Run, step: int) -> list[Document] | None:
 
 def _documents_at(run: Run, found: _Place, step: int) -> list[Document] | None:
     _, one, place = found
-    if not one.documents:
+    if not one.first.records_documents:
         return None
-    documents: list[Document] = []
-    for rank, (records, passed) in sorted(one.documents.items()):
-        if one.received(rank, place):
-            if (table := records.of(passed, place)) is None:
-                raise DataNotFoundError(
-                    f"the documents of step {step} on rank {rank} are not recorded: their file is missing or "
-                    "damaged. Restore the .documents files of the run from a copy."
-                )
-            documents += _documents(run, one, table, step, rank)
-    return documents
+    ranks = (rank for rank in one.of_rank if one.received(rank, place))
+    return [document for rank in ranks for document in _documents(run, one, rank, place, step)]
+
+
+def _documents(run: Run, one: Generation, rank: int, place: int, step: int) -> Iterator[Document]:
+    """Yield the documents of a step of one rank."""
+    table = one.of_rank[rank].documents.of(one.of_rank[rank].header.number, place)
+    if table is None:
+        raise DataNotFoundError(
+            f"the documents of step {step} on rank {rank} are not recorded: their file is missing or damaged. Restore "
+            "the .documents files of the run from a copy."
+        )
+    names, sources = one.first.header.sources, run.order_of(one).sources
+    lengths = np.maximum(table.columns[3], 0).astype(np.int64)
+    offsets = np.cumsum(lengths) - lengths
+    for sequence, (first, stop) in enumerate(pairwise(table.bounds.tolist())):
+        for number in range(first, stop):
+            source, row, start, length = (int(column[number]) for column in table.columns)
+            end, offset = None if length < 0 else start + length, int(offsets[number] - offsets[first])
+            place_of_row, epoch = sources[source].place(row), one.shape.epoch
+            yield Document(step, epoch, rank, sequence, source, names[source], row, start, end, offset, place_of_row)
 
 
 def documents_of_row(run: Run, row: int, source: int | str = 0) -> list[Document] | None:
@@ -123,7 +133,7 @@ def documents_of_row(run: Run, row: int, source: int | str = 0) -> list[Document
     None if they are not recorded.
     """
     _check_ranks(run)
-    if not all(one.documents for one in run.generations):
+    if not all(one.first.records_documents for one in run.generations):
         return None
     documents: list[Document] = []
     for one, before in zip(run.generations, run.first_steps, strict=True):
@@ -133,11 +143,10 @@ def documents_of_row(run: Run, row: int, source: int | str = 0) -> list[Document
             known = ", ".join(f"{i} ({name})" for i, name in enumerate(names[:20]))
             raise DataNotFoundError(f"there is no source {source!r}. The sources are: {known}.")
         _check_row(run.order_of(one).sources[leaf], row, f"source {source}")
-        for rank, (records, passed) in sorted(one.documents.items()):
-            for place in records.steps_with(passed, leaf, row):
-                table = records.of(passed, place)
-                if table is not None and place < one.kept_steps and one.received(rank, place):
-                    found = _documents(run, one, table, before + place + 1, rank)
+        for rank, record in one.of_rank.items():
+            for place in record.documents.steps_with(record.header.number, leaf, row):
+                if place < one.kept_steps and one.received(rank, place):
+                    found = _documents(run, one, rank, place, before + place + 1)
                     documents += [each for each in found if (each.source, each.row) == (leaf, row)]
     return sorted(set(documents))  # a lease that was delivered again keeps its number
 
@@ -145,13 +154,6 @@ def documents_of_row(run: Run, row: int, source: int | str = 0) -> list[Document
 def _check_row(source: KnownSource, row: int, name: str) -> None:
     if not 0 <= row < source.numbered:
         raise DataNotFoundError(f"there is no row {row}: {name} has {source.numbered:,} rows.")
-
-
-def _documents(run: Run, one: Generation, table: DocumentTable, step: int, rank: int) -> Iterator[Document]:
-    sources = run.order_of(one).sources
-    return documents_of(
-        table, step, one.shape.epoch, rank, one.first.header.sources, lambda source, row: sources[source].place(row)
-    )
 
 
 def rows_of_step(run: Run, step: int) -> list[Delivery]:
@@ -254,5 +256,5 @@ def _positions_of(run: Run, one: Generation) -> Iterator[tuple[int, Int64Array]]
     lanes = run.lanes_of(one)
     for lane in range(one.lanes):
         if (track := one.owner(lane)) is not None:
-            for some in lanes.intervals(one, lane, 0, min(track.delivered, one.kept_steps)):
+            for some in lanes.intervals(one, lane, 0, one.kept_of(track)):
                 yield some.epoch, some.lane.locals(some.first, some.first + some.touched)

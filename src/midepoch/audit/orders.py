@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from midepoch.audit.lanes import draws_again, may_drop, tree_of
+from midepoch.audit.lanes import tree_of
 from midepoch.errors import StateError
 from midepoch.order import EpochOrder, Order, Selection, SourceLayout, Weighted
 from midepoch.order.schedule import Schedule, shares
@@ -66,13 +66,11 @@ class RecordedMix:
 
     def phase_at(self, position: int) -> int | None:
         """Return the number of the phase at a position of the pass, or None if it is not known."""
-        for number, phase in enumerate(() if self.schedule is None else self.schedule.plan):
-            last = self.schedule is not None and number + 1 == len(self.schedule.plan)
-            if phase.outputs is None:
-                return number if last else None
-            if position < phase.outputs or last:
-                return number
-        return None
+        plan = () if self.schedule is None else self.schedule.plan
+        ends = (number for number, phase in enumerate(plan) if phase.outputs is None or position < phase.outputs)
+        number = next(ends, len(plan) - 1)
+        is_known = bool(plan) and (plan[number].outputs is not None or number + 1 == len(plan))
+        return number if is_known else None
 
     def weights_at(self, position: int) -> tuple[float, ...] | None:
         """Return the weights at a position of the pass as shares of 1, or None if they are not known."""
@@ -170,14 +168,11 @@ def save_order(folder: Path, spec: PipelineSpec) -> None:
         arrays = _arrays(spec.leaf)
         about["files"] = _files(spec.leaf)
     else:
-        about["tree"] = {**tree_of(spec.node), "drops": may_drop(spec.node), "again": draws_again(spec.node)}
+        about["tree"] = tree_of(spec.node)
         about["sources"] = [{**leaf_identity(leaf), "files": _files(leaf)} for leaf in spec.leaves]
         for number, leaf in enumerate(spec.leaves):
             arrays |= {f"{name}_{number}": array for name, array in _arrays(leaf).items()}
-    buffer = io.BytesIO()
-    text = np.frombuffer(json.dumps(about).encode(), dtype=np.uint8)
-    np.savez_compressed(buffer, about=text, **arrays)  # type: ignore[arg-type]
-    _write(path, buffer.getvalue())
+    _write(path, about=np.frombuffer(json.dumps(about).encode(), dtype=np.uint8), **arrays)
 
 
 def _arrays(leaf: Leaf) -> dict[str, npt.NDArray[Any]]:
@@ -268,20 +263,13 @@ class KnownOrder:
         self.name, self._path = name, folder / f"{name}{SUFFIX}"
 
     @cached_property
-    def _stored(self) -> dict[str, Any]:
-        try:
-            with np.load(self._path, allow_pickle=False) as stored:
-                arrays = {key: stored[key] for key in stored.files}
-            return {**arrays, "about": json.loads(arrays["about"].tobytes())}
-        except (OSError, EOFError, ValueError, KeyError, zipfile.BadZipFile) as problem:
-            raise StateError(
-                f"{self._path} cannot be read, so rows cannot be identified: {problem}. Restore it from a copy."
-            ) from None
+    def _stored(self) -> dict[str, npt.NDArray[Any]]:
+        return _read(self._path, f"{self._path} cannot be read, so rows cannot be identified. Restore it from a copy")
 
-    @property
+    @cached_property
     def about(self) -> dict[str, Any]:
         """The identity of the pipeline: data, rows, selection, scope, seed, …"""
-        found: dict[str, Any] = self._stored["about"]
+        found: dict[str, Any] = json.loads(self._stored["about"].tobytes())
         return found
 
     @property
@@ -310,15 +298,12 @@ class KnownOrder:
 
     def lengths(self, length: str) -> GivenLengths:
         """Return the lengths of the rows by which batches were formed. Raises StateError if they are not stored."""
-        path = _lengths_path(self._path.parent, self.name, length)
-        try:
-            with np.load(path, allow_pickle=False) as stored:
-                return GivenLengths(stored["lengths"].astype(np.int64))
-        except (OSError, ValueError, KeyError, EOFError) as problem:
-            raise StateError(
-                f"the rows of batches by tokens cannot be named: their lengths are not beside the ledger ({problem}). "
-                f"They are stored for up to {MOST_ROWS:,} rows."
-            ) from None
+        stored = _read(
+            _lengths_path(self._path.parent, self.name, length),
+            "the rows of batches by tokens cannot be named: their lengths are not beside the ledger, as they are for "
+            f"up to {MOST_ROWS:,} rows",
+        )
+        return GivenLengths(stored["lengths"].astype(np.int64))
 
 
 MOST_ROWS = 4_000_000
@@ -337,16 +322,24 @@ def save_lengths(folder: Path, spec: PipelineSpec, planning: Planning) -> None:
         return
     rows = np.arange(len(selection), dtype=np.int64)
     lengths = planning.lengths.of(selection.source_rows(rows) if planning.by_source else rows)
-    buffer = io.BytesIO()
-    np.savez_compressed(buffer, lengths=lengths.astype(np.uint32))
-    _write(path, buffer.getvalue())
+    _write(path, lengths=lengths.astype(np.uint32))
 
 
-def _write(path: Path, content: bytes) -> None:
-    """Write a file that all ranks write, equal."""
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+def _write(path: Path, **arrays: npt.NDArray[Any]) -> None:
+    """Write arrays to a file that all ranks write, equal."""
+    content, temporary = io.BytesIO(), path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    np.savez_compressed(content, **arrays)  # type: ignore[arg-type]
     with temporary.open("wb") as file:
-        file.write(content)
+        file.write(content.getvalue())
         file.flush()
         os.fsync(file.fileno())
     os.replace(temporary, path)
+
+
+def _read(path: Path, problem: str) -> dict[str, npt.NDArray[Any]]:
+    """Return the arrays of a file. Raise StateError, which says the problem, if it cannot be read."""
+    try:
+        with np.load(path, allow_pickle=False) as stored:
+            return {key: stored[key] for key in stored.files}
+    except (OSError, EOFError, ValueError, zipfile.BadZipFile) as error:
+        raise StateError(f"{problem} ({error}).") from None

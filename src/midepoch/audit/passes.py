@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import os
 from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
-from midepoch.audit.documents import RecordedDocuments
 from midepoch.audit.lanes import LaneTrack
 from midepoch.audit.ledger import host_of
-from midepoch.audit.records import SUFFIX, LeaseRecord, Mark, Passed, Shape, read_passes, steps_in
+from midepoch.audit.records import SUFFIX, Count, LeaseRecord, Passed, Shape, read_passes, steps_in
 from midepoch.errors import DataNotFoundError
 from midepoch.pipeline.cursor import Cursor
 from midepoch.storage.address import Address, is_address
@@ -24,6 +24,10 @@ PassKey = tuple[Shape, tuple[int, int, int, int]]
 """Shape and beginning of a pass, which no other pass has."""
 
 
+Stretch = tuple[tuple[int, int], int]
+"""A start of the run, and how often it went back before."""
+
+
 @dataclass
 class Generation:
     """The records of one pass on all ranks."""
@@ -33,20 +37,12 @@ class Generation:
     """Sort key: the number of the start, earlier uses of its name, and the largest and least number of the pass."""
     of_rank: dict[int, Passed]
     """By rank, its record."""
-    missing: tuple[int, ...]
-    """Ranks without a record."""
-    end: int
-    """Units of the epoch, if they are known, else UNKNOWN."""
+    processes: Sequence[Passed]
+    """The records of all processes. Several of one rank (tensor parallelism) see the same rows."""
     overtaken: bool
     """True if an earlier start continued after this one had begun to record."""
-    beside: bool
-    """True if another loader of the same rows recorded at the same time."""
-    times: tuple[float, float]
-    """Times of the first and the last record, as far as they are known."""
     kept_steps: int = 0
     """Steps that the run kept: those that no later pass took back."""
-    how_after_look: str = ""
-    """The way in which the run came to it, if a look before it was taken back."""
 
     @cached_property
     def key(self) -> PassKey:
@@ -57,6 +53,21 @@ class Generation:
     def first(self) -> Passed:
         """The record of one of the ranks, for what they have in common."""
         return next(iter(self.of_rank.values()))
+
+    @cached_property
+    def missing(self) -> tuple[int, ...]:
+        """Ranks without a record."""
+        return tuple(rank for rank in range(self.shape.ranks) if rank not in self.of_rank)
+
+    @cached_property
+    def end(self) -> int:
+        """Units of the epoch, if they are known, else UNKNOWN."""
+        return min(one.header.end for one in self.processes)
+
+    @property
+    def times(self) -> tuple[float, float]:
+        """Times of the first and the last record, as far as they are known."""
+        return min(one.header.time for one in self.processes), max(one.last_time for one in self.processes)
 
     @cached_property
     def is_load(self) -> bool:
@@ -117,45 +128,18 @@ class Generation:
         return {rank: one.leases for rank, one in self.of_rank.items() if one.leases is not None}
 
     @property
-    def documents(self) -> dict[int, tuple[RecordedDocuments, int]]:
-        """By rank, the documents of the steps of its process, and the number of the pass in that process."""
-        found = ((rank, one) for rank, one in self.of_rank.items() if one.documents is not None)
-        return {rank: (one.documents, one.header.number) for rank, one in found if one.documents is not None}
-
-    @property
-    def marks(self) -> dict[int, tuple[float, tuple[Mark, ...]]]:
-        """By rank, the time of its beginning, and its occasional records."""
-        return {rank: (one.header.time, one.marks) for rank, one in self.of_rank.items()}
-
-    @property
-    def last_steps(self) -> dict[int, float]:
-        """By rank, the time of its last step, as far as it is known."""
-        return {rank: _last_time(one) for rank, one in self.of_rank.items()}
-
-    @property
-    def processes(self) -> dict[int, tuple[str, str]]:
-        """By rank, the name of its process, and of the machine or container in which it can be seen."""
-        return {rank: (one.header.process, one.header.space) for rank, one in self.of_rank.items()}
-
-    @property
-    def lost(self) -> tuple[int, ...]:
-        """Ranks whose ledger could not be written any further in this pass."""
-        return tuple(rank for rank, one in self.of_rank.items() if one.lost)
-
-    @property
-    def gaps(self) -> tuple[int, ...]:
-        """Ranks that could not record a pass before this one."""
-        return tuple(rank for rank, one in self.of_rank.items() if one.gap)
-
-    @property
-    def workers(self) -> int:
-        """The most workers of a rank."""
-        return max(one.header.workers for one in self.of_rank.values())
+    def lost(self) -> list[int]:
+        """Ranks whose ledger could not be written any further in this pass, or in one before it."""
+        return [rank for rank, one in self.of_rank.items() if one.counters[Count.LOST]]
 
     def owner(self, lane: int) -> LaneTrack | None:
         """Return the record of a lane: of the ranks that share it, that of the one with the most recorded steps."""
         tracks = [track for track in self.tracks.values() if lane in track.begin and lane not in track.ended]
         return max(tracks, key=lambda track: (track.recorded, track.delivered), default=None)
+
+    def kept_of(self, track: LaneTrack) -> int:
+        """Return the steps of a rank that the run kept."""
+        return min(track.delivered, self.kept_steps)
 
     def common_steps(self, lane: int, most: int | None = None) -> int:
         """Return the steps of a lane that all ranks took that share it. ``most``: not more than these.
@@ -174,14 +158,17 @@ class Generation:
         """The branches of the run that its ranks were in."""
         return {one.header.branch for one in self.of_rank.values()}
 
+    @cached_property
+    def stretch(self) -> Stretch:
+        """Its stretch. Ranks go back one after the other: what one has delivered since then, another does not take
+        back.
+        """
+        return self.beginning[:2], max(int(branch.rpartition(".")[2]) for branch in self.branches)
+
     @property
     def origins(self) -> set[str]:
         """The branches in which the state was saved that was loaded, if they are known."""
         return {branch for one in self.of_rank.values() for branch in one.header.origins}
-
-    def of(self, rank: int, record: Passed) -> Generation:
-        """Return the pass of one rank alone, by another record."""
-        return replace(self, of_rank={rank: record})
 
     def skipped(self, steps: int) -> int:
         """Return the rows that were skipped in the first steps."""
@@ -226,11 +213,11 @@ def read_generations(folder: Path) -> list[Generation]:
                 one = replace(one, header=replace(one.header, attempt=attempt), reused=True)
             of_process[one.header.process, one.header.rank].append(one)
     joined = [_joined(sorted(passes, key=_beginning)) for passes in of_process.values()]
-    generations = [_together(shape, passes, uses, files) for (shape, *_), passes in _grouped(joined).items()]
+    generations = [_together(passes, uses, files) for passes in _grouped(joined)]
     return sorted(generations, key=lambda one: one.beginning)
 
 
-def _grouped(processes: list[list[Passed]]) -> dict[tuple[Shape, bool, int, int], list[Passed]]:
+def _grouped(processes: list[list[Passed]]) -> Iterable[list[Passed]]:
     """Return the passes that ranks have taken together.
 
     If all have the same number of passes, these correspond. Otherwise, those that begin at the same step do. They are
@@ -242,16 +229,13 @@ def _grouped(processes: list[list[Passed]]) -> dict[tuple[Shape, bool, int, int]
             counts[kind].add(count)
     groups: dict[tuple[Shape, bool, int, int], list[Passed]] = defaultdict(list)
     for passes in processes:
-        keys = [
-            (one.shape, load, one.header.cursor.steps if len(counts[one.shape, load]) > 1 else 0)
-            for one in passes
-            for load in (one.header.is_load,)
-        ]
-        left = Counter(keys)
-        for one, key in zip(passes, keys, strict=True):
-            left[key] -= 1
-            groups[(*key, left[key])].append(one)
-    return groups
+        later: Counter[tuple[Shape, bool, int]] = Counter()
+        for one in reversed(passes):
+            kind = one.shape, one.header.is_load
+            key = (*kind, one.header.cursor.steps if len(counts[kind]) > 1 else 0)
+            groups[(*key, later[key])].append(one)
+            later[key] += 1
+    return groups.values()
 
 
 def _joined(passes: list[Passed]) -> list[Passed]:
@@ -298,16 +282,10 @@ def _overtaken(one: Passed, files: dict[str, list[Passed]]) -> bool:
         passes = files.get(name)
         if not passes or passes[0].shape.attempt == one.shape.attempt or steps_in(passes, one.shape.stream) <= seen:
             continue
-        if (
-            host_of(passes[0].header.process) == host_of(one.header.process)
-            or max(map(_last_time, passes)) > one.header.time + _OTHER_CLOCK
-        ):
+        is_here = host_of(passes[0].header.process) == host_of(one.header.process)
+        if is_here or max(each.last_time for each in passes) > one.header.time + _OTHER_CLOCK:
             return True
     return False
-
-
-def _last_time(one: Passed) -> float:
-    return max(one.seen, one.header.time + (one.marks[-1].elapsed / 1000 if one.marks else 0))
 
 
 def _beginning(one: Passed) -> tuple[int, int, float]:
@@ -315,20 +293,10 @@ def _beginning(one: Passed) -> tuple[int, int, float]:
     return one.start, one.header.number, one.header.time
 
 
-def _together(shape: Shape, passes: list[Passed], uses: dict[str, int], files: dict[str, list[Passed]]) -> Generation:
+def _together(passes: list[Passed], uses: dict[str, int], files: dict[str, list[Passed]]) -> Generation:
     of_rank: dict[int, Passed] = {}
-    for one in passes:  # several processes of one rank (tensor parallelism) see the same rows
-        rank = one.header.rank
-        if rank not in of_rank or one.steps > of_rank[rank].steps:
-            of_rank[rank] = one
-    starts, numbers, times = zip(*map(_beginning, passes), strict=True)
-    return Generation(
-        shape,
-        (min(starts), uses.get(passes[0].header.process, 0), max(numbers), min(numbers)),
-        dict(sorted(of_rank.items())),
-        tuple(rank for rank in range(shape.ranks) if rank not in of_rank),
-        min(one.header.end for one in passes),
-        any(_overtaken(one, files) for one in passes),
-        any(one.beside for one in passes),
-        (min(times), max(map(_last_time, passes))),
-    )
+    for one in sorted(passes, key=lambda one: (one.header.rank, -one.steps)):
+        of_rank.setdefault(one.header.rank, one)
+    starts, numbers, _ = zip(*map(_beginning, passes), strict=True)
+    beginning = min(starts), uses.get(passes[0].header.process, 0), max(numbers), min(numbers)
+    return Generation(passes[0].shape, beginning, of_rank, passes, any(_overtaken(one, files) for one in passes))

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -27,7 +27,7 @@ import numpy as np
 import numpy.typing as npt
 
 from midepoch.audit.lanes import LaneTrack
-from midepoch.audit.passes import Generation, PassKey
+from midepoch.audit.passes import Generation, Stretch
 from midepoch.order import Shard
 from midepoch.order.intervals import EMPTY, Intervals
 from midepoch.pipeline.cursor import LaneCursor, WindowAt
@@ -65,9 +65,6 @@ class Claim(NamedTuple):
         return Claim(lanes, self.done.intersection(part), self.excluded.intersection(part))
 
 
-Stretch = tuple[tuple[int, int], int]
-
-
 class LeaseCounts(NamedTuple):
     """Counts of positions, or of outputs of lanes, in an epoch.
 
@@ -82,7 +79,7 @@ class LeaseCounts(NamedTuple):
     returned: int
 
 
-@dataclass
+@dataclass(frozen=True)
 class EpochUnits:
     """The units of an epoch: what the weights have seen, what is excluded, and what is wrong."""
 
@@ -96,29 +93,42 @@ class EpochUnits:
     """Outputs of lanes that were too few for a batch at the end of the epoch."""
     again: int = 0
     leased: int = 0
-    records: list[Generation] = field(default_factory=list)
+    records: tuple[Generation, ...] = ()
     """Its records since the run was last taken back before it, in their order."""
 
-    def go_back(self, claim: Claim) -> None:
-        """Note that the run continues where a record claims that these units are done."""
+    def back_to(self, claim: Claim) -> EpochUnits:
+        """Return the units where the run continues, if a record claims that these are done."""
         units, kept = claim.all_units, self.kept
         gone = units.minus(claim.done)
-        self.again += len(kept.intersection(gone))
-        self.kept, self.dropped = kept.minus(gone), self.dropped.minus(gone)
-        self.twice, self.rejected = self.twice.minus(gone), self.rejected.minus(gone)
         # What was excluded and passed is done, too. A state from before an exclusion takes it back.
         passed = self.excluded.minus(gone).minus(kept.intersection(units))
-        missing = claim.done.minus(kept).minus(passed).minus(self.dropped)
-        self.lost, self.excluded = self.lost.minus(units).union(missing), passed.union(claim.excluded)
+        dropped = self.dropped.minus(gone)
+        missing = claim.done.minus(kept).minus(passed).minus(dropped)
+        return replace(
+            self,
+            again=self.again + len(kept.intersection(gone)),
+            kept=kept.minus(gone),
+            dropped=dropped,
+            twice=self.twice.minus(gone),
+            rejected=self.rejected.minus(gone),
+            lost=self.lost.minus(units).union(missing),
+            excluded=passed.union(claim.excluded),
+        )
 
-    def lose(self, units: Intervals) -> None:
-        """Note units that a state claims to be done, and that were delivered only in what is taken back."""
-        self.kept, self.lost = self.kept.minus(units), self.lost.union(units)
-
-    def deliver(self, units: Intervals) -> None:
-        """Note units that were delivered or, with leases, acknowledged."""
-        self.twice = self.twice.union(units.intersection(self.kept))
-        self.kept = self.kept.union(units)
+    def after(self, one: Generation, run: Run) -> EpochUnits:
+        """Return the units after a pass."""
+        units = delivered_by(one, run)
+        leased = sum(units_in(one, rank, record.delivered, run) for rank, record in one.leases.items())
+        return replace(
+            self,
+            excluded=self.excluded.union(claim_of(one, run).excluded),
+            twice=self.twice.union(units.intersection(self.kept)),
+            kept=self.kept.union(units),
+            dropped=self.dropped.union(_dropped(one)),
+            leased=self.leased + leased,
+            rejected=self.rejected.union(_acknowledged(one, run, rejected=True)),
+            records=self.records if any(one is other for other in self.records) else (*self.records, one),
+        )
 
     @property
     def never(self) -> Intervals:
@@ -136,71 +146,111 @@ class EpochUnits:
         return tuple(self.twice.union(self.never).first(10))
 
 
-class Branch(NamedTuple):
-    """The history where the run went back, with the steps that were kept of each pass, and the passes since then."""
+class Kept(NamedTuple):
+    """A pass of the history: the number of its steps that no later record took back, and the steps before it."""
 
-    epochs: dict[int, EpochUnits]
-    kept: list[tuple[Generation, int]]
-    firsts: list[int]
-    offset: int
+    one: Generation
+    steps: int
+    first: int
+
+
+class Line(NamedTuple):
+    """The history at a moment: the units of each epoch, and the passes that are kept."""
+
+    epochs: Mapping[int, EpochUnits] = {}
+    kept: tuple[Kept, ...] = ()
+    offset: int = 0
+    """Steps before a loader that counts from 0, if every epoch has a new one."""
+
+    def units(self, epoch: int) -> EpochUnits:
+        """Return the units of an epoch."""
+        return self.epochs.get(epoch, EpochUnits())
+
+    def having(self, epoch: int, units: EpochUnits) -> Line:
+        """Return the history with other units of an epoch."""
+        return self._replace(epochs={**self.epochs, epoch: units})
+
+    def after(self, one: Generation, run: Run, part: Generation | None = None) -> Line:
+        """Return the history after a pass. ``part``: the part of it that counts."""
+        part, epoch = part or one, one.shape.epoch
+        kept = Kept(one, part.most_steps, self.offset + one.before)
+        return self.having(epoch, self.units(epoch).after(part, run))._replace(kept=(*self.kept, kept))
+
+    def missing(self, load: Generation, claim: Claim) -> Intervals:
+        """Return the units that a loaded state claims to be done, and that the history does not have."""
+        here = self.units(load.shape.epoch)
+        return claim.done.minus(here.kept).minus(here.excluded).minus(here.dropped)
+
+    def is_at(self, load: Generation, claim: Claim) -> bool:
+        """Return True if the history has what a loaded state claims to be done, and not more."""
+        kept = self.units(load.shape.epoch).kept.intersection(claim.all_units)
+        return not self.missing(load, claim) and not kept.minus(claim.done)
+
+    def counting(self, other: Line) -> Line:
+        """Return the history with all deliveries of another one, which it replaces."""
+        epochs = dict(self.epochs)
+        for epoch, units in other.epochs.items():
+            here = self.units(epoch)
+            epochs[epoch] = replace(here, again=units.again + len(units.kept) - len(here.kept))
+        return self._replace(epochs=epochs)
+
+
+class Branch(NamedTuple):
+    """The history where the run went back, and the passes since then."""
+
+    line: Line
     passes: list[Generation]
 
 
 class History:
-    """The history that the weights have: the units of each epoch, and the passes that were kept.
+    """The history that the weights have.
 
-    ``kept``: those passes, each with the number of its steps that no later record took back, and ``firsts``, the steps
-    of the run before each. A state that was loaded counts if a pass follows, or nothing; of several, the last one. A
-    pass of one batch may be a look, such as a sample to build the model from: it counts only if the run continues after
-    it, if the next record is of a later epoch and it reached the end of its own, or if nothing follows.
+    A state that was loaded counts if a pass follows, or nothing; of several, the last one. A pass of one batch may be a
+    look, such as a sample to build the model from: it counts only if the run continues after it, if the next record is
+    of a later epoch and it reached the end of its own, or if nothing follows.
     """
 
     def __init__(self, records: Sequence[Generation], run: Run) -> None:
-        self.epochs: dict[int, EpochUnits] = {}
-        self.kept: list[Generation] = []
-        self.firsts: list[int] = []
-        self._run = run
-        self._offset = 0  # steps before a loader that counts from 0, if every epoch has a new one
+        self._run, self.line = run, Line()
         self._begun: set[tuple[Stretch, int, int]] = set()
         self._branches: list[Branch] = []
         self._forks = True  # the next pass begins a branch
         load: Generation | None = None
-        look: Generation | None = None
-        turns = stretches(records)
+        look: tuple[Generation, str] | None = None  # with the way in which the run came to it
         for one in records:
             if one.is_load:
                 load = one
                 continue
             how = one.how
             if look is not None:
-                how, look = self._judge(look, load or one, one.how, turns), None
+                how, look = self._judge(*look, load or one, one.how), None
             if load is not None:
-                self._go_back(load, turns[load.key])
+                self._go_back(load)
                 load = None
             if _may_be_look(one, run):
-                one.how_after_look, look = how, one
+                look = one, how
             else:
-                self._add(one, how, turns[one.key])
+                self._add(one, how)
         if look is not None:
-            self._judge(look, load, "on", turns)
+            self._judge(*look, load, "on")
         if load is not None:
-            self._go_back(load, turns[load.key])
+            self._go_back(load)
 
-    def _judge(self, look: Generation, following: Generation | None, how: str, turns: Mapping[PassKey, Stretch]) -> str:
+    def _judge(self, look: Generation, before: str, following: Generation | None, how: str) -> str:
         """Count a pass of one batch if the run continued after it.
 
-        ``following``: the record after it, or the state that was loaded. Return how the run came to the pass after it,
-        which says ``how``: after a look that is taken back, as it came to the look.
+        ``before``: how the run came to it. ``following``: the record after it, or the state that was loaded. Return how
+        the run came to the pass after it, which says ``how``: after a look that is taken back, as it came to the look.
         """
-        units, before = delivered_by(look, self._run), look.how_after_look or look.how
+        units = delivered_by(look, self._run)
         if following is None or self._is_after(look, following, units):
-            self._add(look, before, turns[look.key])
+            self._add(look, before)
             return how
-        now, begun = self._branch(), set(self._begun)
-        self._add(look, before, turns[look.key])  # a branch: the run may come back to a state that was saved in it
-        self._restore(now)
-        self._begun = begun
-        self.epochs.setdefault(look.shape.epoch, EpochUnits()).again += len(units)
+        line, begun, epoch = self.line, set(self._begun), look.shape.epoch
+        self._add(look, before)  # a branch: the run may come back to a state that was saved in it
+        here = line.units(epoch)
+        self.line, self._begun = line.having(epoch, replace(here, again=here.again + len(units))), begun
+        self._forks = True
         return before if how != "fresh" and not following.is_load else how
 
     def _is_after(self, look: Generation, one: Generation, units: Intervals) -> bool:
@@ -211,41 +261,40 @@ class History:
         own = units.intersection(after.all_units)
         return not own.minus(after.done) and not after.done.minus(own.union(before.done, before.excluded))
 
-    def _go_back(self, one: Generation, stretch: Stretch) -> None:
+    def _go_back(self, one: Generation) -> None:
         """Continue where a record begins, without what was delivered after it."""
-        claim, epoch = claim_of(one, self._run), one.shape.epoch
+        claim, epoch, stretch = claim_of(one, self._run), one.shape.epoch, one.stretch
         self._forks = True
         if one.is_load:
-            self._continue_branch(one, claim)
-        here = self.epochs.setdefault(epoch, EpochUnits())
+            self.line = self._line_of(one, claim)
         fresh = frozenset(lane for lane in claim.lanes if (stretch, epoch, lane) not in self._begun)
         self._begun |= {(stretch, epoch, lane) for lane in claim.lanes}
-        here.go_back(claim.of(fresh))
-        if fresh:
-            here.records.clear()
-        here.records.append(one)
-        for other, later in self.epochs.items():
+        here, epochs = self.line.units(epoch).back_to(claim.of(fresh)), dict(self.line.epochs)
+        epochs[epoch] = replace(here, records=(one,) if fresh else (*here.records, one))
+        for other, later in self.line.epochs.items():
             if other > epoch and (stretch, other, -1) not in self._begun:  # the run was there, and comes there again
                 self._begun.add((stretch, other, -1))
-                later.go_back(Claim(claim.lanes | frozenset((later.kept.starts // _LANE).tolist())))
-                later.records.clear()
-        if not fresh:
-            return
-        while self.kept and self._is_taken_back(self.kept[-1], one):
-            self.kept.pop().kept_steps = 0
-            self.firsts.pop()
-        last = self.kept[-1] if self.kept else None
-        if last is not None and last.shape.epoch == epoch and not last.leases:
-            last.kept_steps = min(last.kept_steps, _steps_before(last, one, claim))
-            here.lose(_cut_by(last, claim, self._run))
+                lanes = claim.lanes | frozenset((later.kept.starts // _LANE).tolist())
+                epochs[other] = replace(later.back_to(Claim(lanes)), records=())
+        kept = list(self.line.kept)
+        if fresh:
+            while kept and _is_taken_back(kept[-1].one, one):
+                kept.pop()
+            last = kept[-1].one if kept else None
+            if last is not None and last.shape.epoch == epoch and not last.leases:
+                kept[-1] = kept[-1]._replace(steps=min(kept[-1].steps, _steps_before(last, one, claim)))
+                # Units that were delivered only in what is taken back are lost.
+                here, cut = epochs[epoch], _cut_by(last, claim, self._run)
+                epochs[epoch] = replace(here, kept=here.kept.minus(cut), lost=here.lost.union(cut))
+        self.line = self.line._replace(epochs=epochs, kept=tuple(kept))
 
-    def _continue_branch(self, load: Generation, claim: Claim) -> None:
-        """Replace the history by that of the branch in which a loaded state was saved, if the run had left it.
+    def _line_of(self, load: Generation, claim: Claim) -> Line:
+        """Return the history in which a loaded state was saved: of another branch, if the run had left that.
 
         A state names its branch. If it claims other units than that has, it stays the branch, and they are lost.
         """
-        now, origins = self._branch(), load.origins
-        in_line = {one.key: one.kept_steps for one in self.kept} if not self._missing(load, claim) else {}
+        now, origins = self.line, load.origins
+        in_line = {each.one.key: each.steps for each in now.kept} if not now.missing(load, claim) else {}
         passes = [
             (branch, number)
             for branch in self._branches
@@ -254,25 +303,23 @@ class History:
         ]
         passes.reverse()  # the latest first, and those of the line before others
         passes.sort(key=lambda each: each[0].passes[each[1]].key not in in_line)
-        other: tuple[Branch, int, Generation] | None = None
+        other: Line | None = None
         for branch, number in passes:
-            saved = self._saved_in(branch.passes[number], load, claim)
+            one = branch.passes[number]
+            saved = self._saved_in(one, load, claim)
             if saved is None:
                 continue
-            self._take_up(branch, number, saved)
+            line = branch.line
+            for before in branch.passes[:number]:
+                line = line.after(before, self._run)
+            line = line.after(one, self._run, saved)
             is_over = load.cursor.lanes_ended or load.shape.epoch > saved.shape.epoch
             knows_end = not is_over or self._run.reached_end(saved)
-            if knows_end and self._is_at(load, claim):
-                if saved.most_steps <= in_line.get(branch.passes[number].key, -1):  # it has not left it
-                    self._restore(now)
-                self._count_again(now)
-                return
-            other = other or (branch, number, saved)
-        if other is not None and origins:
-            self._take_up(*other)
-            self._count_again(now)
-            return
-        self._restore(now)
+            if knows_end and line.is_at(load, claim):
+                has_left_it = saved.most_steps > in_line.get(one.key, -1)
+                return (line if has_left_it else now).counting(now)
+            other = other or line
+        return now if other is None or not origins else other.counting(now)
 
     def _saved_in(self, one: Generation, load: Generation, claim: Claim) -> Generation | None:
         """Return a pass as it was when a loaded state may have been saved, or None.
@@ -287,7 +334,8 @@ class History:
 
         def matches(rank: int, steps: int, stop: int | None = None) -> bool:
             record = one.of_rank[rank]
-            whole, part = (delivered_by(one.of(rank, each), self._run) for each in (record, record.until(steps, stop)))
+            parts = (replace(one, of_rank={rank: each}) for each in (record, record.until(steps, stop)))
+            whole, part = (delivered_by(each, self._run) for each in parts)
             is_over = load.shape.epoch > one.shape.epoch  # then the state has all of it
             return part == (whole if is_over else whole.intersection(claim.done))
 
@@ -300,74 +348,25 @@ class History:
             return None
         return replace(one, of_rank={rank: record.until(*(saves[rank] or other)) for rank, record in ranks})
 
-    def _take_up(self, branch: Branch, number: int, saved: Generation) -> None:
-        """Replace the history by that of a branch up to a pass, of which only a part counts."""
-        one = branch.passes[number]
-        self._restore(branch)
-        for before in (*branch.passes[:number], saved):
-            self._count(before)
-        self.kept[-1], one.kept_steps = one, saved.most_steps
-
-    def _count_again(self, now: Branch) -> None:
-        """Count all deliveries of the history that was replaced."""
-        for epoch, units in now.epochs.items():
-            here = self.epochs.setdefault(epoch, EpochUnits())
-            here.again = units.again + len(units.kept) - len(here.kept)
-
-    def _is_at(self, load: Generation, claim: Claim) -> bool:
-        """Return True if the history has what a loaded state claims to be done, and not more."""
-        here = self.epochs.get(load.shape.epoch, EpochUnits())
-        return not self._missing(load, claim) and not here.kept.intersection(claim.all_units).minus(claim.done)
-
-    def _missing(self, load: Generation, claim: Claim) -> Intervals:
-        """Return the units that a loaded state claims to be done, and that the history does not have."""
-        here = self.epochs.get(load.shape.epoch, EpochUnits())
-        return claim.done.minus(here.kept).minus(here.excluded).minus(here.dropped)
-
-    def _branch(self) -> Branch:
-        epochs = {epoch: replace(units, records=[*units.records]) for epoch, units in self.epochs.items()}
-        return Branch(epochs, [(each, each.kept_steps) for each in self.kept], [*self.firsts], self._offset, [])
-
-    def _restore(self, branch: Branch) -> None:
-        self._forks = True
-        for one in self.kept:
-            one.kept_steps = 0
-        for one, steps in branch.kept:
-            one.kept_steps = steps
-        self.epochs = {epoch: replace(units, records=[*units.records]) for epoch, units in branch.epochs.items()}
-        self.kept, self.firsts, self._offset = [one for one, _ in branch.kept], [*branch.firsts], branch.offset
-
-    @staticmethod
-    def _is_taken_back(one: Generation, by: Generation) -> bool:
-        """Return True if a pass begins where a record continues, or later. One that only found the end is kept."""
-        if one.shape.epoch == by.shape.epoch and one.before == by.before and not one.most_steps:
-            return not by.cursor.lanes_ended
-        return (one.shape.epoch, one.before) >= (by.shape.epoch, by.before)
-
-    def _add(self, one: Generation, how: str, stretch: Stretch) -> None:
+    def _add(self, one: Generation, how: str) -> None:
         """Add a pass to the history."""
         if how == "fresh":  # a state that was loaded has a record of its own
-            self._go_back(one, stretch)
-            self._offset = self.firsts[-1] + self.kept[-1].kept_steps - one.before if self.kept else 0
+            self._go_back(one)
+            kept = self.line.kept
+            self.line = self.line._replace(offset=kept[-1].first + kept[-1].steps - one.before if kept else 0)
         if self._forks:
-            self._branches.append(self._branch())
+            self._branches.append(Branch(self.line, []))
             self._forks = False
         self._branches[-1].passes.append(one)
-        self._begun |= {(stretch, one.shape.epoch, lane) for lane in claim_of(one, self._run).lanes}
-        self._count(one)
+        self._begun |= {(one.stretch, one.shape.epoch, lane) for lane in claim_of(one, self._run).lanes}
+        self.line = self.line.after(one, self._run)
 
-    def _count(self, one: Generation) -> None:
-        """Count the units of a pass."""
-        here, claim = self.epochs.setdefault(one.shape.epoch, EpochUnits()), claim_of(one, self._run)
-        here.records += [one] if not any(one is other for other in here.records) else []
-        here.excluded = here.excluded.union(claim.excluded)
-        here.deliver(delivered_by(one, self._run))
-        here.dropped = here.dropped.union(_dropped(one))
-        here.leased += sum(units_in(one, rank, record.delivered, self._run) for rank, record in one.leases.items())
-        here.rejected = here.rejected.union(_acknowledged(one, self._run, rejected=True))
-        one.kept_steps = one.most_steps
-        self.kept.append(one)
-        self.firsts.append(self._offset + one.before)
+
+def _is_taken_back(one: Generation, by: Generation) -> bool:
+    """Return True if a pass begins where a record continues, or later. One that only found the end is kept."""
+    if one.shape.epoch == by.shape.epoch and one.before == by.before and not one.most_steps:
+        return not by.cursor.lanes_ended
+    return (one.shape.epoch, one.before) >= (by.shape.epoch, by.before)
 
 
 def _steps_before(one: Generation, by: Generation, claim: Claim) -> int:
@@ -412,22 +411,6 @@ def _may_be_look(one: Generation, run: Run) -> bool:
     if one.most_steps > 1 or one.leases or one.lost:
         return False
     return not run.reached_end(one) or (one.most_steps == 1 and one.cursor.begun)
-
-
-def stretches(records: Sequence[Generation]) -> dict[PassKey, Stretch]:
-    """Return the stretch of each record: a start of the run, and how often it went back before.
-
-    Ranks go back one after the other. What one has delivered since then is not taken back by another.
-    """
-    turns: dict[tuple[tuple[int, int], int], int] = {}
-    found = {}
-    for one in records:
-        start = one.beginning[:2]
-        for rank, record in one.of_rank.items():
-            if record.header.is_load or record.header.how == "fresh":
-                turns[start, rank] = turns.get((start, rank), -1) + 1
-        found[one.key] = (start, max(turns.get((start, rank), 0) for rank in one.of_rank))
-    return found
 
 
 def claim_of(one: Generation, run: Run) -> Claim:

@@ -24,7 +24,7 @@ import numpy as np
 
 from midepoch.audit.documents import RecordedDocuments
 from midepoch.audit.journal import COUNTERS, Record, records_in
-from midepoch.audit.lanes import CURSORS, NUMBERS, LaneTrack
+from midepoch.audit.lanes import CURSORS, LaneTrack
 from midepoch.audit.orders import RecordedMix
 from midepoch.errors import StateError
 from midepoch.order.budget import BatchSizes
@@ -47,11 +47,9 @@ class Count(IntEnum):
     SEEN = 1
     """Milliseconds from the time of the header to the last step, within a second."""
     LOST = 2
-    """1 if the ledger could not be written any further."""
+    """1 if the ledger could not be written any further, or a pass before this one could not be recorded."""
     BESIDE = 3
     """1 if another loader of the same rows recorded at the same time."""
-    GAP = 4
-    """1 if a pass before this one could not be recorded."""
 
 
 class Figures(NamedTuple):
@@ -136,11 +134,8 @@ class LeaseSteps(NamedTuple):
 
 def acknowledgement(steps: Intervals, units: Mapping[int, Intervals], *, rejected: bool) -> bytes:
     """Return the record of acknowledged or rejected steps, and of their outputs or turns."""
-    return json.dumps([rejected, _pair(steps), {lane: _pair(some) for lane, some in units.items()}]).encode()
-
-
-def _pair(some: Intervals) -> list[list[int]]:
-    return [some.starts.tolist(), some.stops.tolist()]
+    of_steps, *of_lanes = ([some.starts.tolist(), some.stops.tolist()] for some in (steps, *units.values()))
+    return json.dumps([rejected, of_steps, dict(zip(units, of_lanes, strict=True))]).encode()
 
 
 class LeaseRecord(NamedTuple):
@@ -153,36 +148,33 @@ class LeaseRecord(NamedTuple):
     acked: Mapping[int, Intervals]
     rejected: Mapping[int, Intervals]
     returned: bool
-    first: int = 0
+    first: int
     """The number of the first step of the pass, in lanes."""
+
+    @staticmethod
+    def of(header: PassHeader, steps: int, acks: Iterable[Any], returns: Iterable[int]) -> LeaseRecord:
+        """Return the leases of a pass of so many steps, by its records of acknowledgements and returns."""
+        assert header.leases is not None
+        left_out, first = header.leases
+        if header.unit == "outputs":
+            own = Intervals.of(0, steps).minus(left_out)
+            delivered = Intervals.of(own.starts + first, own.stops + first)
+        else:
+            delivered = Intervals.from_positions(left_out.remaining(np.arange(steps)))
+        finished = EMPTY
+        acked: dict[int, Intervals] = {}
+        rejected: dict[int, Intervals] = {}
+        for is_rejected, of_steps, of_lanes in acks:
+            finished = finished.union(Intervals.of(*of_steps))
+            for units in (acked, rejected) if is_rejected else (acked,):
+                for lane, some in of_lanes.items():
+                    units[int(lane)] = units.get(int(lane), EMPTY).union(Intervals.of(*some))
+        returned = [*returns][-1:] == [steps]  # else more were delivered after that
+        return LeaseRecord(delivered, finished, acked, rejected, returned, first)
 
     def has(self, step: int) -> bool:
         """Return True if a step of the pass was delivered. One that was acknowledged before is left out."""
         return self.delivered.contains_one(self.first + step)
-
-
-def _leases(header: PassHeader, steps: int, records: Iterable[tuple[bytes, Any]]) -> LeaseRecord:
-    """Return the leases of a pass of so many steps, by its records of acknowledgements and returns."""
-    assert header.leases is not None
-    left_out, first = header.leases
-    if header.unit == "outputs":
-        own = Intervals.of(0, steps).minus(left_out)
-        delivered = Intervals.of(own.starts + first, own.stops + first)
-    else:
-        delivered = Intervals.from_positions(left_out.remaining(np.arange(steps)))
-    finished, returned = EMPTY, False
-    acked: dict[int, Intervals] = {}
-    rejected: dict[int, Intervals] = {}
-    for kind, content in records:
-        if kind == RETURNED:
-            returned = content == steps  # else more were delivered after that
-            continue
-        is_rejected, of_steps, of_lanes = content
-        finished = finished.union(Intervals.of(*of_steps))
-        for units in (acked, rejected) if is_rejected else (acked,):
-            for lane, some in of_lanes.items():
-                units[int(lane)] = units.get(int(lane), EMPTY).union(Intervals.of(*some))
-    return LeaseRecord(delivered, finished, acked, rejected, returned, first)
 
 
 class RecordedBatching(NamedTuple):
@@ -253,10 +245,8 @@ class PassHeader:
     """The cursor at which it begins. In lanes, without those of their stages."""
     lanes: int
     """The number of lanes, or 0 if positions can be computed."""
-    stages: Sequence[tuple[int, Any]]
-    """By lane, the outputs that it has taken, and the cursor of its stages."""
-    ended: Sequence[int]
-    """Lanes that are at their end."""
+    places: Sequence[tuple[int, Any]]
+    """Its own lanes, and the place of each (``midepoch.audit.lanes``)."""
     end: int
     """Units of the epoch, if they are known, else UNKNOWN."""
     rows: int
@@ -312,38 +302,86 @@ class Passed:
     """The record of one pass by one process: its header, and what followed."""
 
     header: PassHeader
-    start: int
-    """The number of the start."""
-    steps: int
-    """The number of steps delivered."""
-    seen: float
-    """Time of the last step, within a second."""
-    lost: bool
-    """True if the ledger could not be written any further in this pass."""
-    gap: bool
-    """True if a pass before this one could not be recorded."""
-    beside: bool
-    """True if another loader of the same rows recorded at the same time."""
-    skipped: Sequence[tuple[int, int]]
-    """(step, rows skipped), for steps with skipped rows."""
-    marks: tuple[Mark, ...]
-    finished: bool
-    """True if the end of the epoch was reached, where it is not known before."""
-    track: LaneTrack | None
-    """The cursors of the lanes, if positions cannot be computed."""
-    leases: LeaseRecord | None
-    """Leases and acknowledgements, if its batches were leases."""
-    documents: RecordedDocuments | None
-    """The documents of the steps of the process, if they are recorded."""
     records: Sequence[Record]
     path: Path
+    most_steps: int | None = None
+    """The number of its first steps, if only these count."""
+    found_end: float = 0.0
+    """Time at which a pass after it found that nothing is left of the epoch."""
     reused: bool = False
     """True if another start had the same name."""
 
-    @property
+    def _contents(self, kind: bytes) -> list[Any]:
+        return [json.loads(bytes(record.content)) for record in self.records if record.kind == kind]
+
+    @cached_property
     def shape(self) -> Shape:
         """Its fields that ranks have in common."""
         return self.header.shape
+
+    @cached_property
+    def start(self) -> int:
+        """The number of the start."""
+        return (numbered(self.path) or (0, ""))[0]
+
+    @cached_property
+    def counters(self) -> Sequence[int]:
+        """Its counters (``Count``)."""
+        return next((record.counters for record in self.records if record.kind == COUNTERS), [0] * len(Count))
+
+    @cached_property
+    def steps(self) -> int:
+        """The number of steps delivered."""
+        return self.counters[Count.STEPS] if self.most_steps is None else self.most_steps
+
+    @cached_property
+    def skipped(self) -> Sequence[tuple[int, int]]:
+        """(step, rows skipped), for steps with skipped rows."""
+        return self._contents(SKIPPED)
+
+    @cached_property
+    def marks(self) -> tuple[Mark, ...]:
+        """Its occasional records."""
+        return tuple(Mark(*mark)._replace(figures=Figures(*mark[3])) for mark in self._contents(MARK))
+
+    @property
+    def last_time(self) -> float:
+        """Time of the last step, as far as it is known: within a second."""
+        counted = max(self.counters[Count.SEEN], self.marks[-1].elapsed if self.marks else 0)
+        return max(self.found_end, self.header.time + counted / 1000)
+
+    @cached_property
+    def finished(self) -> bool:
+        """True if the end of the epoch was reached, where it is not known before."""
+        return any(record.kind == OVER for record in self.records)
+
+    @cached_property
+    def track(self) -> LaneTrack | None:
+        """The cursors of its lanes, if positions cannot be computed."""
+        if self.header.unit != "outputs":
+            return None
+        places, lanes = dict(self.header.places), self.header.cursor.lanes
+        ended = frozenset(number for number in places if number in lanes and lanes[number].ended)
+        ends = self._contents(OVER)
+        records = [record for record in self.records if record.kind == CURSORS]
+        return LaneTrack(places, ended, self.steps, records, dict(ends[-1]) if ends else None)
+
+    @cached_property
+    def leases(self) -> LeaseRecord | None:
+        """Leases and acknowledgements, if its batches were leases."""
+        if self.header.leases is None:
+            return None
+        return LeaseRecord.of(self.header, self.steps, self._contents(ACKED), self._contents(RETURNED))
+
+    @property
+    def records_documents(self) -> bool:
+        """True if the documents of its steps are recorded."""
+        return bool(self.header.sources) and self.header.unit == "outputs"
+
+    @cached_property
+    def documents(self) -> RecordedDocuments:
+        """The documents of the steps of the process."""
+        return RecordedDocuments(self.path)
 
     @cached_property
     def saves(self) -> list[tuple[int, int]]:
@@ -353,13 +391,12 @@ class Passed:
     def until(self, steps: int, stop: int | None = None) -> Passed:
         """Return the record as it was after some steps. ``stop``: only with so many of its records."""
         kept = [record for record in self.records[:stop] if record.kind != OVER or steps >= self.steps]
-        return replace(_passed(self.header, kept, self.path, min(max(steps, 0), self.steps)), reused=self.reused)
+        return replace(self, records=kept, most_steps=min(max(steps, 0), self.steps))
 
     def with_end(self, found: Passed) -> Passed:
         """Return the record with the end of the epoch that a pass after it has found, and the states saved there."""
         ends = [one._replace(number=self.steps) for one in found.records if one.kind in (OVER, SAVED)]
-        joined = _passed(self.header, [*self.records, *ends], self.path, self.steps)
-        return replace(joined, reused=self.reused, seen=found.seen)
+        return replace(self, records=[*self.records, *ends], found_end=found.last_time)
 
     def finds_the_end_of(self, before: Passed) -> bool:
         """Return True if the run continued with it after another pass of its epoch, and nothing was left."""
@@ -385,10 +422,9 @@ def read_passes(path: Path) -> list[Passed]:
     try:
         for first, stop in pairwise([*firsts, len(records)]):
             header = PassHeader.from_json(bytes(records[first].content))
-            following = records[first + 1 : stop]
-            passed = _passed(header, following, path)
-            recorded = passed.steps or passed.lost or any(each.kind in (OVER, ACKED, RETURNED) for each in following)
-            if header.is_load or recorded:
+            passed = Passed(header, records[first + 1 : stop], path)
+            recorded = any(each.kind in (OVER, ACKED, RETURNED) for each in passed.records)
+            if header.is_load or passed.steps or passed.counters[Count.LOST] or recorded:
                 found.append(passed)
     except StateError as problem:
         raise StateError(f"{path} cannot be read: {problem}.") from None
@@ -398,33 +434,3 @@ def read_passes(path: Path) -> list[Passed]:
 def steps_in(passes: list[Passed], stream: str) -> int:
     """Count the steps of a stream."""
     return sum(one.steps for one in passes if one.header.stream == stream)
-
-
-def _passed(header: PassHeader, records: Sequence[Record], path: Path, most_steps: int | None = None) -> Passed:
-    def contents(*kinds: bytes) -> list[tuple[bytes, Any]]:
-        return [(record.kind, json.loads(bytes(record.content))) for record in records if record.kind in kinds]
-
-    counters = next((record.counters for record in records if record.kind == COUNTERS), [0] * len(Count))
-    steps, track = counters[Count.STEPS] if most_steps is None else most_steps, None
-    ends = [lanes for _, lanes in contents(OVER)]
-    if header.unit == "outputs":
-        written = [record for record in records if record.kind in (CURSORS, NUMBERS)]
-        end = dict(ends[-1]) if ends else None
-        track = LaneTrack(dict(header.stages), frozenset(header.ended), steps, written, end)
-    return Passed(
-        header,
-        (numbered(path) or (0, ""))[0],
-        steps,
-        seen=header.time + counters[Count.SEEN] / 1000,
-        lost=counters[Count.LOST] > 0,
-        gap=counters[Count.GAP] > 0,
-        beside=counters[Count.BESIDE] > 0,
-        skipped=[(step, rows) for _, (step, rows) in contents(SKIPPED)],
-        marks=tuple(Mark(*mark)._replace(figures=Figures(*mark[3])) for _, mark in contents(MARK)),
-        finished=bool(ends),
-        track=track,
-        leases=None if header.leases is None else _leases(header, steps, contents(ACKED, RETURNED)),
-        documents=RecordedDocuments(path) if header.sources and track is not None else None,
-        records=records,
-        path=path,
-    )

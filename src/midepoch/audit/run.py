@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from midepoch.audit.consumed import LaneRun, RowCounts
 from midepoch.audit.orders import KnownOrder, WeightChange, weight_changes
 from midepoch.audit.passes import Generation, PassKey, ledger_folder, read_generations
 from midepoch.audit.proof import EpochUnits, History, LeaseCounts, outputs_in, units_in
+from midepoch.audit.records import Count
 from midepoch.errors import DataNotFoundError, StateError
 from midepoch.order import Shard
 from midepoch.order.budget import Budget
@@ -86,9 +88,12 @@ class Run:
         self.streams = {one.shape.stream: one.first.header.name for one in generations}
         """All loaders that recorded in the folder, with the names that were given to them."""
         self._plans: dict[PassKey, Plan | TokenPlan] = {}
-        history = History(self._all, self)
-        self.generations, self.first_steps, self._units = history.kept, history.firsts, history.epochs
+        line = History(self._all, self).line
+        self._units = line.epochs
+        self.generations, self.first_steps = [kept.one for kept in line.kept], [kept.first for kept in line.kept]
         """The passes that the weights have seen, and the number of steps before each."""
+        for one, steps, _ in line.kept:
+            one.kept_steps = steps
 
     # Its parts
 
@@ -190,72 +195,61 @@ class Run:
     @property
     def incomplete(self) -> set[int]:
         """The epochs in which the ledger could not be written: rows counted as never may have been delivered."""
-        found = {one.shape.epoch for one in self.generations if one.lost}
-        for number, one in enumerate(self.generations):
-            if one.gaps:  # of a pass that is not recorded, the epoch is not known
-                found |= set(range(self.generations[number - 1].shape.epoch if number else 0, one.shape.epoch + 1))
-        return found
+        epochs = [one.shape.epoch for one in self.generations]
+        before = zip(self.generations, [0, *epochs], epochs, strict=False)
+        return {epoch for one, first, last in before if one.lost for epoch in range(first, last + 1)}
 
     @cached_property
     def problems(self) -> list[str]:
         """Reasons why the ledger does not prove anything, in words. Empty if there are none."""
+
+        def place(one: Generation) -> str:
+            return f"epoch {one.shape.epoch} after step {one.before:,}"
+
+        kept, known = self.generations, {branch for one in self.every for branch in one.branches}
         problems = [
-            f"epoch {one.shape.epoch} after step {one.before:,}: no record of rank "
-            f"{', '.join(map(str, missing[:8]))}{', …' * (len(missing) > 8)} of {one.shape.ranks}"
-            for number, one in enumerate(self.generations)
+            f"{place(one)}: no record of rank {', '.join(map(str, missing[:8]))}{', …' * (len(missing) > 8)} of "
+            f"{one.shape.ranks}"
+            for number, one in enumerate(kept)
             if (missing := self._missing(one, number))
             and not one.leases
             and one.most_steps
-            and (one is not self.generations[-1] or self._is_through(one))
+            and (one is not kept[-1] or self._is_through(one))
         ]
-        if any(one.beside for one in self.every):
-            problems.append(
-                "two loaders of the same rows recorded at the same time, so their records cannot be separated: name "
-                'them, loader(audit=midepoch.audit.Ledger(folder, name="train"))'
-            )
         problems += [
-            f"epoch {one.shape.epoch} after step {one.before:,}: the record is incomplete, because the ledger "
-            f"of rank {', '.join(map(str, one.lost[:8]))} could not be written. Rows counted as never may have been "
+            f"{place(one)}: the record is incomplete, because the ledger of rank {', '.join(map(str, one.lost[:8]))} "
+            "could not be written there, or when a pass before that step began. Rows counted as never may have been "
             "delivered"
-            for one in self.generations
+            for one in kept
             if one.lost
         ]
         problems += [
-            f"after step {one.before:,}: the record is incomplete, because the ledger of rank "
-            f"{', '.join(map(str, one.gaps[:8]))} could not be written when a pass before that step began. Rows "
+            f"{place(one)}: the state that was loaded was saved in a part of the run that is not recorded here. Rows "
             "counted as never may have been delivered"
-            for one in self.generations
-            if one.gaps
-        ]
-        known = {branch for one in self.every for branch in one.branches}
-        problems += [
-            f"epoch {one.shape.epoch} after step {one.before:,}: the state that was loaded was saved in a part of the "
-            "run that is not recorded here. Rows counted as never may have been delivered"
             for one in self._all
             if one.is_load and one.origins and not one.origins & known and any(proof.never for proof in self.epochs)
         ]
-        if any(one.first.reused and one.missing for one in self.every):
-            problems.append(
-                "several starts had the same name (MIDEPOCH_RUN_ID), and not all of their ranks can be separated: "
-                "set a new name for every start"
-            )
-        if any(one.overtaken for one in self._all):
-            problems.append("two starts of the run recorded at the same time: each row may have been seen by both")
-        orders: dict[int, set[str]] = {}
-        for one in self.generations:
-            orders.setdefault(one.shape.epoch, set()).add(one.shape.order)
-        budgets = {
-            (one.shape.epoch, one.shape.batching.budget) for one in self.generations if self._counts_batches(one)
+        budgets = {(one.shape.epoch, one.shape.batching.budget) for one in kept if self._counts_batches(one)}
+        orders = sorted({(one.shape.epoch, one.shape.order) for one in kept})
+        rules = {
+            "two loaders of the same rows recorded at the same time, so their records cannot be separated: name them, "
+            'loader(audit=midepoch.audit.Ledger(folder, name="train"))': any(
+                process.counters[Count.BESIDE] for one in self.every for process in one.processes
+            ),
+            "two starts of the run recorded at the same time: each row may have been seen by both": any(
+                one.overtaken for one in self._all
+            ),
+            "batches by tokens were formed in two ways in one epoch, and the lengths of their rows are not stored "
+            "beside the ledger: they cannot be compared": len(budgets) > len({epoch for epoch, _ in budgets}),
+            **{
+                f"epoch {epoch} was resumed in another order than it was begun in": True
+                for (epoch, _), (again, _) in pairwise(orders)
+                if epoch == again
+            },
+            "several starts had the same name (MIDEPOCH_RUN_ID), and not all of their ranks can be separated: set a "
+            "new name for every start": any(one.first.reused and one.missing for one in self.every),
         }
-        if len(budgets) > len({epoch for epoch, _ in budgets}):
-            problems.append(
-                "batches by tokens were formed in two ways in one epoch, and the lengths of their rows are not stored "
-                "beside the ledger: they cannot be compared"
-            )
-        for epoch, names in orders.items():
-            if len(names) > 1:
-                problems.append(f"epoch {epoch} was resumed in another order than it was begun in")
-        return problems
+        return problems + [text for text, is_so in rules.items() if is_so]
 
     def _missing(self, one: Generation, number: int) -> list[int]:
         """Return the ranks without a record of a pass, except for those that were at the end of the epoch before."""

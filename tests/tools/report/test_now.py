@@ -14,7 +14,6 @@ from clock import Clock
 from data import Numbers
 from forks import forked
 from midepoch.audit import Ledger, read_run
-from midepoch.audit.ledger import process_space
 from midepoch.tools.report import collect
 from midepoch.tools.report.now import _state, now
 
@@ -65,7 +64,6 @@ def test_states(age: float, pace: float, gone: bool | None, state: str) -> None:
     assert _state(age, pace, gone) == state
 
 
-@pytest.mark.skipif(not process_space(), reason="the system does not tell of processes")
 @pytest.mark.parametrize(("steps", "state"), [(5, "stopped"), (10, "finished")])
 def test_a_run_that_was_killed(numbers: Numbers, tmp_path: Path, steps: int, state: str) -> None:
     ds = numbers(0, 100).with_format("numpy")

@@ -72,9 +72,9 @@ def spans_by_rank(run: Run) -> dict[tuple[str, int], list[Span]]:
     """
     found: dict[tuple[str, int], list[Span]] = defaultdict(list)
     for one in run.every:
-        for rank, (began, marks) in one.marks.items():
-            before = Mark(1, 0, 0, Figures())
-            for mark in marks:
+        for rank, passed in one.of_rank.items():
+            began, before = passed.header.time, Mark(1, 0, 0, Figures())
+            for mark in passed.marks:
                 seconds = (mark.elapsed - before.elapsed) / 1000
                 if seconds <= 0 or mark.steps <= before.steps:
                     continue
@@ -276,7 +276,7 @@ def now(run: Run, made: float) -> dict[str, Any]:
         "ranks": last.shape.ranks,
         "missing": list(last.missing),
         "batch": None if last.shape.batching.budget else last.shape.global_batch,
-        "workers": last.workers,
+        "workers": last.first.header.workers,
         "epoch": last.shape.epoch,
         "phase": phase,
         "progress": 1.0 if finished else epoch,
@@ -285,23 +285,23 @@ def now(run: Run, made: float) -> dict[str, Any]:
         "rows_per_second": _sum(latest, "rows") if every else None,
         "tokens_per_second": (_sum(latest, "tokens") or _sum(latest, "slots")) if every else None,
         "waited": reduce(Span.then, latest.values()).waited_share if latest else None,
-        **_work([span for spans in of_rank.values() for span in spans], here=not last.workers),
+        **_work([span for spans in of_rank.values() for span in spans], here=not last.first.header.workers),
         "by_rank": ranks,
         "sources": sources(run, last, steps),
     }
 
 
 def _rank(rank: int, passes: list[Generation], span: Span | None, made: float) -> dict[str, Any]:
-    mine = [one for one in passes if rank in one.steps]
+    mine = [one.of_rank[rank] for one in passes if rank in one.of_rank]
     newest = mine[-1]
-    last = max(one.last_steps[rank] for one in mine)
-    process, space = newest.processes[rank]
-    pace = (last - newest.marks[rank][0]) / max(1, newest.steps[rank] - 1)
+    last = max(one.last_time for one in mine)
+    process, space = newest.header.process, newest.header.space
+    pace = (last - newest.header.time) / max(1, newest.steps - 1)
     return {
         "rank": rank,
         "state": _state(made - last, pace, is_gone(process, space)),
         "last": last,
-        "steps": sum(one.steps[rank] for one in mine),
+        "steps": sum(one.steps for one in mine),
         "machine": host_of(process),
         "rows_per_second": None if span is None else span.rate(span.figures.rows),
         "waited": None if span is None else span.waited_share,
@@ -348,7 +348,7 @@ def _work(spans: list[Span], *, here: bool) -> dict[str, Any]:
 def _eta(run: Run, last: Generation) -> float | None:
     """Return the seconds to the end of the epoch, by the speed of the last minute of the pass."""
     rank = max(last.steps, key=lambda rank: last.steps[rank])
-    marks = last.marks[rank][1]
+    marks = last.of_rank[rank].marks
     if not marks:
         return None
     newest = marks[-1]
