@@ -17,15 +17,8 @@ from midepoch._internal.resumable import Resumable
 from midepoch._internal.values import integer
 from midepoch.dataset import functions, habits, reading, rows, steps
 from midepoch.dataset.cached import cached
-from midepoch.iteration.iterators import BatchIterator, RandomAccess, RowIterator
-from midepoch.iteration.state import (
-    IterationState,
-    is_registered,
-    register_with_torch,
-    warn_of_all_rows,
-    warn_of_dropped_rows,
-    warn_of_plain_trainer,
-)
+from midepoch.iteration.iterators import RandomAccess
+from midepoch.iteration.state import IterationState, is_registered, register_with_torch, warn_of_loops
 from midepoch.pipeline.cursor import Cursor
 from midepoch.pipeline.lanes import estimated_length, known_length
 from midepoch.pipeline.leaf import Leaf
@@ -411,16 +404,13 @@ class Dataset(Resumable):
         raise TypeError("datasets are concatenated with midepoch.concat([a, b]), and mixed with midepoch.mix([a, b]).")
 
     def __iter__(self) -> Iterator[Any]:
-        here, self._pass = self._iteration, None
-        warn_of_dropped_rows(sys._getframe(1))
-        warn_of_all_rows(sys._getframe(1), self.pipeline.shard)
-        warn_of_plain_trainer(sys._getframe(1))
-        return here.follow(RowIterator(here.start_from(here.begin()), here))
+        self._pass = None
+        warn_of_loops(sys._getframe(1), self.pipeline.shard)
+        return self._iteration.iterate()
 
     def iter(self, batch_size: int, drop_last_batch: bool = False) -> Iterator[Any]:
         """Iterate batches of the current epoch as columns. The state follows as for rows."""
-        here, size = self._iteration, integer(batch_size, "iter", 1)
-        return here.follow(BatchIterator(here.start_from(here.begin()), here, size, drop_last_batch))
+        return self._iteration.iterate(integer(batch_size, "iter", 1), drop_last_batch)
 
     # The cursor
 
