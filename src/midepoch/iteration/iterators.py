@@ -57,10 +57,10 @@ class RowIterator(chain[Any], Resumable):
     tenth of the total. The delivered part of a chunk is known from its iterator. A batch is a chunk of one.
     """
 
-    def __new__(cls, start: IterationStart, owner: IterationState, *_: Any) -> RowIterator:  # noqa: ARG004
-        chunks = _Chunks()
-        self = cast(RowIterator, cls.from_iterable(chunks))  # an instance of cls, although its type says chain
-        chunks.iterator = weakref.ref(self)
+    def __new__(cls, *_: Any) -> RowIterator:
+        own: list[weakref.ref[RowIterator]] = []  # weakly, so that dropping the iterator frees everything
+        self = cast(RowIterator, cls.from_iterable(_chunks(own)))  # an instance of cls, although its type says chain
+        own.append(weakref.ref(self))
         return self
 
     def __init__(
@@ -115,41 +115,27 @@ class RowIterator(chain[Any], Resumable):
         self._begin(start)
 
 
-class _Chunks:
-    """The chunks of a RowIterator, which it references weakly, so that dropping the iterator frees everything."""
-
-    def __init__(self) -> None:
-        self.iterator: Callable[[], RowIterator | None] = lambda: None
-
-    def __iter__(self) -> _Chunks:
-        return self
-
-    def __next__(self) -> Iterator[Any]:
-        iterator = self.iterator()
+def _chunks(own: list[weakref.ref[RowIterator]]) -> Iterator[Iterator[Any]]:
+    """Yield the chunks of a RowIterator."""
+    while (iterator := own[0]()) is not None:
         try:
-            rows = iterator.refill() if iterator is not None else None
+            rows = iterator.refill()
         except BaseException as problem:
-            return _Failed(problem)
+            rows = _failed(problem)
+        del iterator
         if rows is None:
-            raise StopIteration
-        return rows
+            return
+        yield rows
+        del rows
 
 
-class _Failed:
-    """A chunk that could not be made: it raises once, then the chunk is tried again.
+def _failed(problem: BaseException) -> Iterator[Any]:
+    """Return a chunk that could not be made: it raises once, then the chunk is tried again.
 
     Raised in the caller, the error would end the chain, and a second ``next`` would report the end of the epoch.
     """
-
-    def __init__(self, problem: BaseException) -> None:
-        self._problem: BaseException | None = problem
-
-    def __iter__(self) -> _Failed:
-        return self
-
-    def __next__(self) -> Any:
-        problem, self._problem = self._problem, None
-        raise StopIteration if problem is None else problem
+    raise problem
+    yield
 
 
 class Columns(dict[str, Any]):
