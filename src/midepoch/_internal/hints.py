@@ -21,8 +21,13 @@ C = TypeVar("C", bound=type)
 Hints = Mapping[str, str]
 """Names that people know from other libraries, and what to do here instead.
 
-``*``: any other name. ``too many``: more arguments by position than there are.
+``*``: any other name. ``too many``: more arguments by position than there are. ``NAME missing``, ``NAME twice``.
 """
+
+
+def each_name(hints: Hints) -> dict[str, str]:
+    """Return a table with an entry for each name, of one in which names with the same answer stand together: "a, b"."""
+    return {name: hint for names, hint in hints.items() for name in names.split(", ")}
 
 
 _warned: dict[tuple[str, ...], object] = {}
@@ -316,55 +321,44 @@ def remedy_for(given: Any, function: str = "") -> str:
     return "Pass what .read() returns." if hasattr(given, "read") else "Pass such an object."
 
 
-NAMES = {
-    "DataLoader": "Use ds.loader(batch_size, num_workers=…).",
-    "IterableDataset": "Use midepoch.Dataset, which is iterable.",
-    "DatasetDict": "Open one split: load_dataset(…, split='train').",
-    "Features": "Use datasets.Features, or Arrow types with ds.cast(…).",
-    "ClassLabel": "Use ds.class_encode_column(column).",
-    "Value": "Use Arrow types with ds.cast({'label': 'int32'}).",
-    "open": "Use load_dataset, load_from_disk or from_files.",
-    "load": "Use midepoch.from_files(paths), or midepoch.load_dataset(name, split=…).",
-    "loader": "It is a method of a dataset: ds.loader(batch_size, num_workers=…).",
-    "read_parquet": "Use midepoch.from_files('*.parquet').",
-    "from_parquet": "Use midepoch.from_files('*.parquet').",
-    "scan_parquet": "Use midepoch.from_files('*.parquet').",
-    "read_csv": "Use midepoch.from_files('*.csv').",
-    "read_json": "Use midepoch.from_files('*.jsonl').",
-    "ImageFolder": "Use midepoch.from_files(folder), which names the classes by the folders.",
-    "Stream": "Use midepoch.from_files(folder), and midepoch.mix({…}, weights) for several.",
-    "from_tensor_slices": "Use midepoch.from_dict({'x': array}).",
-    "read_delta": "Use midepoch.from_delta(uri).",
-    "read_lance": "Use midepoch.from_lance(uri).",
-    "read_iceberg": "Use midepoch.from_iceberg('catalog.namespace.table').",
-    "from_csv": "Use midepoch.from_files('*.csv').",
-    "from_json": "Use midepoch.from_files('*.jsonl').",
-    "from_polars": "Use midepoch.from_pandas(frame), which also takes frames of polars.",
-    "from_table": "Use midepoch.from_arrow(table).",
-    "from_numpy": "Use midepoch.from_dict({'x': array}).",
-    "from_tensors": "Use midepoch.from_dict({'x': tensor}), or midepoch.from_map_style(dataset).",
-    "from_torch": "Use midepoch.from_map_style(dataset).",
-    "from_dataset": "Use midepoch.from_hf(ds) for Hugging Face, or midepoch.from_map_style(ds) for any ds[i].",
-    "from_datasets": "Use midepoch.from_hf(ds).",
-    "from_huggingface": "Use midepoch.from_hf(ds).",
-    "from_text": "Use midepoch.from_files('*.txt').",
-    "from_txt": "Use midepoch.from_files('*.txt').",
-    "from_spark": "Write the frame once: df.write.parquet(folder), and use midepoch.from_files(folder).",
-    "from_sql": "Use midepoch.from_pandas(pandas.read_sql(…)), or midepoch.from_generator(function).",
-    "TensorDataset": "Use midepoch.from_dict({'x': tensor}), or midepoch.from_map_style(dataset).",
-    "WebDataset": "Use midepoch.from_files('shards/{000000..000146}.tar').",
-    "from_webdataset": "Use midepoch.from_files('shards/{000000..000146}.tar').",
-    "StreamingDataset": "Use midepoch.from_files(folder), which reads MDS shards and LitData chunks in place.",
-    "from_mds": "Use midepoch.from_files(folder), which reads MDS shards in place.",
-    "from_litdata": "Use midepoch.from_files(folder), which reads LitData chunks in place.",
-    "MapDataset": "Use midepoch.from_map_style(items), or midepoch.from_files(paths).",
-    "StatefulDataLoader": "Use ds.loader(batch_size, num_workers=…), which has state_dict and load_state_dict.",
-    "shuffle": "It is a method of a dataset: ds.shuffle(seed=…).",
-    "tokenize": "It is a method of a dataset: ds.tokenize(tokenizer).",
-    "pack": "It is a method of a dataset: ds.tokenize(tokenizer).pack(length, eos=…, pad=…).",
-    "chain": "Use midepoch.concat([a, b]).",
-    "interleave": "Use midepoch.mix([a, b], weights=…).",
-    "Checkpoint": "Use midepoch.PipelineCheckpoint, or midepoch.checkpoint.",
-    "random_split": "Use ds.train_test_split(test_size=0.1, seed=0), or ds.slice(None, '90%') and ds.slice('90%').",
-}
+NAMES = each_name(
+    {
+        "DataLoader": "Use ds.loader(batch_size, num_workers=…).",
+        "StatefulDataLoader": "Use ds.loader(batch_size, num_workers=…), which has state_dict and load_state_dict.",
+        "IterableDataset": "Use midepoch.Dataset, which is iterable.",
+        "DatasetDict": "Open one split: load_dataset(…, split='train').",
+        "Features": "Use datasets.Features, or Arrow types with ds.cast(…).",
+        "ClassLabel": "Use ds.class_encode_column(column).",
+        "Value": "Use Arrow types with ds.cast({'label': 'int32'}).",
+        "open, load": "Use midepoch.from_files(paths), or midepoch.load_dataset(name, split=…).",
+        "read_parquet, from_parquet, scan_parquet": "Use midepoch.from_files('*.parquet').",
+        "read_csv, from_csv": "Use midepoch.from_files('*.csv').",
+        "read_json, from_json": "Use midepoch.from_files('*.jsonl').",
+        "from_text, from_txt": "Use midepoch.from_files('*.txt').",
+        "read_delta": "Use midepoch.from_delta(uri).",
+        "read_lance": "Use midepoch.from_lance(uri).",
+        "read_iceberg": "Use midepoch.from_iceberg('catalog.namespace.table').",
+        "ImageFolder": "Use midepoch.from_files(folder), which names the classes by the folders.",
+        "Stream": "Use midepoch.from_files(folder), and midepoch.mix({…}, weights) for several.",
+        "StreamingDataset, from_mds, from_litdata": "Use midepoch.from_files(folder), which reads MDS shards and "
+        "LitData chunks in place.",
+        "WebDataset, from_webdataset": "Use midepoch.from_files('shards/{000000..000146}.tar').",
+        "from_polars": "Use midepoch.from_pandas(frame), which also takes frames of polars.",
+        "from_table": "Use midepoch.from_arrow(table).",
+        "from_numpy, from_tensor_slices": "Use midepoch.from_dict({'x': array}).",
+        "from_tensors, TensorDataset": "Use midepoch.from_dict({'x': tensor}), or midepoch.from_map_style(dataset).",
+        "from_torch, MapDataset": "Use midepoch.from_map_style(dataset).",
+        "from_dataset": "Use midepoch.from_hf(ds) for Hugging Face, or midepoch.from_map_style(ds) for any ds[i].",
+        "from_datasets, from_huggingface": "Use midepoch.from_hf(ds).",
+        "from_spark": "Write the frame once: df.write.parquet(folder), and use midepoch.from_files(folder).",
+        "from_sql": "Use midepoch.from_pandas(pandas.read_sql(…)), or midepoch.from_generator(function).",
+        "loader": "It is a method of a dataset: ds.loader(batch_size, num_workers=…).",
+        "shuffle": "It is a method of a dataset: ds.shuffle(seed=…).",
+        "tokenize, pack": "It is a method of a dataset: ds.tokenize(tokenizer).pack(length, eos=…, pad=…).",
+        "random_split": "Use ds.train_test_split(test_size=0.1, seed=0), or ds.slice(None, '90%') and ds.slice('90%').",
+        "chain": "Use midepoch.concat([a, b]).",
+        "interleave": "Use midepoch.mix([a, b], weights=…).",
+        "Checkpoint": "Use midepoch.PipelineCheckpoint, or midepoch.checkpoint.",
+    }
+)
 """Names that do not exist in the package."""
