@@ -147,7 +147,8 @@ ATTRIBUTES = OPENERS | each_name(
         "with_format(None) for the default.",
         "set_transform": "Datasets do not change in place: ds = ds.with_transform(…).",
         "format": "Use ds.pipeline.format, or with_format(…) to choose one.",
-        "to_iterable_dataset, to_iter_dataset": "It is iterable, and resumable: for row in ds, or ds.loader(batch_size).",
+        "to_iterable_dataset, to_iter_dataset": "It is iterable, and resumable: for row in ds, or "
+        "ds.loader(batch_size).",
         "head, show": "Use ds[:5], ds.take(5), or `midepoch peek` in a shell.",
         "tail": "Use ds[-5:].",
         "limit": "Use ds.take(100).",
@@ -224,11 +225,11 @@ ATTRIBUTES = OPENERS | each_name(
         "window": "Use ds.shuffle(seed=…, window=…) for shuffling, ds.batch(n) to combine rows.",
         "union, concat, concatenate": "Use midepoch.concat([a, b]).",
         "mix, interleave": "Use midepoch.mix([a, b], weights=…).",
-        "batched": "Use ds.loader(64) for batches of training, ds.iter(64) for others, or ds.batch(4) for rows of lists.",
+        "batched": "Use ds.loader(64) for batches of training, ds.iter(64) for others, ds.batch(4) for rows of lists.",
         "bucket_by_sequence_length, group_by_length": "Use ds.loader(max_tokens=…), which makes batches of rows of "
         "similar lengths.",
-        "set_weights, exclude, lease, stats, on_stats, progress": "It is a method of the loader: loader = ds.loader(8), "
-        "then loader.stats(), loader.exclude(…) and the like.",
+        "set_weights, exclude, lease, stats, on_stats, progress": "It is a method of the loader: loader = "
+        "ds.loader(8), then loader.set_weights(…), loader.stats() and the like.",
         "to_tuple": "Rows are dicts: row['image'], row['label']. To name columns, use select_columns.",
         "cuda, to": 'Use ds.loader(batch_size, device="cuda").',
         "steps": "Use loader = ds.loader(batch_size) and loader.steps.",
