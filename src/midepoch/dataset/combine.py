@@ -9,6 +9,7 @@ from os import PathLike
 from typing import Any
 
 from midepoch._internal.hints import hinted, name_of, remedy_for, warn_once
+from midepoch._internal.values import one_of
 from midepoch.dataset import Dataset, habits
 from midepoch.errors import ColumnError, DataNotFoundError, MidepochError
 from midepoch.order.bijection import check_seed
@@ -146,12 +147,8 @@ def interleave_datasets(
     """
     if isinstance(seed, str):
         raise TypeError(f"interleave_datasets: the third argument is the seed, got {seed!r}. Name stopping_strategy=….")
-    if stopping_strategy not in _STOPS:
-        names = ", ".join(map(repr, _STOPS))
-        raise ValueError(
-            f"stopping_strategy must be one of {names}, got {stopping_strategy!r}. To have every row once, in no "
-            "particular shares, use concat([a, b]).shuffle(seed=…)."
-        )
+    hint = "To have every row once, in no particular shares, use concat([a, b]).shuffle(seed=…)."
+    one_of(stopping_strategy, tuple(_STOPS), "stopping_strategy", hint)
     return mix(datasets, probabilities, 0 if seed is None else seed, _STOPS[stopping_strategy])
 
 

@@ -27,7 +27,6 @@ from midepoch.pipeline.spec import PipelineSpec
 from midepoch.transforms import Decode, FilterExpression, Function, SelectColumns, Step
 from midepoch.transforms.batch import check_columns
 from midepoch.transforms.formats import ITEMS, check_format
-from midepoch.transforms.media.images import installed
 from midepoch.transforms.packing import PackSpec
 
 if TYPE_CHECKING:
@@ -205,7 +204,7 @@ class Dataset(Resumable):
         """Return the first rows of the epoch as stored. None if that could take long: by functions, or from a store."""
         spec = self.pipeline
         remote = any(leaf.source.access and not leaf.source.access.store.local for leaf in spec.node.leaves)
-        if spec.numbered is None or not len(self) or self._functions or self._has_items or remote:
+        if spec.numbered is None or not len(self) or spec.node.functions or self._has_items or remote:
             return []
         try:
             found: list[dict[str, Any]] = self.with_format("arrow")[: min(_SHOWN, len(self))].to_pylist()
@@ -244,10 +243,6 @@ class Dataset(Resumable):
     shard = rows.shard
 
     @property
-    def _functions(self) -> int:
-        return self.pipeline.node.functions
-
-    @property
     def _input_format(self) -> str:
         return "python" if self.pipeline.format in (None, ITEMS) else self.pipeline.format
 
@@ -255,21 +250,9 @@ class Dataset(Resumable):
     def _has_items(self) -> bool:
         return self.pipeline.format == ITEMS
 
-    @property
-    def _tensors(self) -> bool:
-        return self.pipeline.format in (None, "torch") and installed("torch")
-
-    @property
-    def _skips(self) -> bool:
-        return any(leaf.on_error == "skip" for leaf in self.pipeline.node.leaves)
-
     def _feature(self, column: str) -> str | None:
         found = [leaf.source.features.get(leaf.head.get(column, "")) for leaf in self.pipeline.node.leaves]
         return next((each["_type"] for each in found if isinstance(each, dict) and "_type" in each), None)
-
-    @property
-    def _lists(self) -> tuple[str, ...] | None:
-        return self.pipeline.node.known.lists
 
     @property
     def _columns(self) -> tuple[str, ...] | None:

@@ -13,7 +13,7 @@ import pyarrow as pa
 
 from midepoch._internal.hints import warn_once
 from midepoch._internal.progress import shown
-from midepoch._internal.values import integer
+from midepoch._internal.values import integer, one_of
 from midepoch.dataset.reading import column_values, in_order, strata
 from midepoch.distributed.keyvalue import check_agreed, draw_seed
 from midepoch.errors import ColumnError
@@ -56,8 +56,7 @@ def take(self: D, n: int) -> D:
 
     After a step that changes the number of rows: the first n rows of every epoch's order, computed in one lane.
     """
-    n = integer(n, "take", hint=_PART.format("None, '10%'"))
-    return _sliced(self, 0, n)
+    return _sliced(self, 0, integer(n, "take", hint=_PART.format("None, '10%'")))
 
 
 def skip(self: D, n: int) -> D:
@@ -66,8 +65,7 @@ def skip(self: D, n: int) -> D:
     After a step that changes the number of rows: omit the first n rows of every epoch's order, which are computed
     and discarded.
     """
-    n = integer(n, "skip", hint=_PART.format("'10%'"))
-    return _sliced(self, n, None)
+    return _sliced(self, integer(n, "skip", hint=_PART.format("'10%'")), None)
 
 
 def _sliced(self: D, start: int, stop: int | None) -> D:
@@ -113,22 +111,20 @@ def train_test_split(
     rows. The column is read once.
     """
     chosen = selection_of(self, "train_test_split")
+    if stratify_by_column is not None and not shuffle:
+        raise ValueError("train_test_split: stratify_by_column draws rows at random. Omit shuffle=False.")
     train, test = split_sizes(len(chosen), train_size, test_size)
+    drawn = Bijection(len(chosen), derive(check_seed(0 if seed is None else seed), 0, "split"))
     if stratify_by_column is not None:
-        if not shuffle:
-            raise ValueError("train_test_split: stratify_by_column draws rows at random. Omit shuffle=False.")
-        drawn = Bijection(len(chosen), derive(check_seed(0 if seed is None else seed), 0, "split"))
-        parts = stratified(drawn, strata(self, stratify_by_column, "train_test_split"), train, test)
-        return SplitDict({SplitName(name): with_selection(self, chosen.select(rows)) for name, rows in parts.items()})
-    if not shuffle:
+        rows = stratified(drawn, strata(self, stratify_by_column, "train_test_split"), train, test)
+        first, last = map(chosen.select, rows)
+    elif not shuffle:
         first, last = chosen.slice(0, train), chosen.slice(train, train + test)
     else:
-        drawn = Bijection(len(chosen), derive(check_seed(0 if seed is None else seed), 0, "split"))
-        rows = np.sort(drawn(np.arange(test, dtype=np.int64)))
-        last, first = chosen.select(rows), chosen.without(rows)
-        if train + test < len(chosen):
-            others = drawn(np.arange(test + train, len(chosen), dtype=np.int64))
-            first = chosen.without(np.sort(np.concatenate([rows, others])))
+        # The rows of the test, then those of neither part, then those for training, which may be too many to list.
+        tested = np.sort(drawn(np.arange(test, dtype=np.int64)))
+        others = drawn(np.arange(test + train, len(chosen), dtype=np.int64))
+        first, last = chosen.without(np.sort(np.concatenate([tested, others]))), chosen.select(tested)
     return SplitDict({SplitName("train"): with_selection(self, first), SplitName("test"): with_selection(self, last)})
 
 
@@ -271,8 +267,7 @@ def shard(self: D, num_shards: int, index: int, mode: str = "auto") -> D:
     The state is global: that of any shard restores all, on any number of shards. After steps that change the number
     of rows, each shard computes a lane of its own, and lanes have about the same size.
     """
-    if mode not in ("auto", "file", "example"):
-        raise ValueError(f"mode must be 'auto', 'file' or 'example', got {mode!r}")
+    one_of(mode, ("auto", "file", "example"), "mode")
     spec = self.pipeline
     if spec.shard.count > 1:
         raise ValueError(f"the dataset is already shard {spec.shard.index} of {spec.shard.count}")
@@ -396,7 +391,7 @@ def _results(self: D, function: Callable[[dict[str, Any]], Any]) -> pa.ChunkedAr
 
 def stratified(
     drawn: Bijection, classes: npt.NDArray[np.int32], train: int, test: int
-) -> dict[str, npt.NDArray[np.int64]]:
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
     """Return sorted rows for training and for the test, with the proportions of the classes of all rows.
 
     Raises ValueError unless every class can be in both.
@@ -412,11 +407,12 @@ def stratified(
     of_train = apportion([count - taken for count, taken in zip(counts, of_test, strict=True)], train)
     order = drawn(np.arange(len(classes), dtype=np.int64))
     by_class = order[np.argsort(classes[order], kind="stable")]
-    parts: dict[str, list[npt.NDArray[np.int64]]] = {"train": [], "test": []}
-    for rows, first, last in zip(np.split(by_class, np.cumsum(counts)[:-1]), of_test, of_train, strict=True):
-        parts["test"].append(rows[:first])
-        parts["train"].append(rows[first : first + last])
-    return {name: np.sort(np.concatenate(rows)) for name, rows in parts.items()}
+    cuts = list(zip(np.split(by_class, np.cumsum(counts)[:-1]), of_test, of_train, strict=True))
+    tests, trains = (
+        [rows[:first] for rows, first, _ in cuts],
+        [rows[first : first + last] for rows, first, last in cuts],
+    )
+    return np.sort(np.concatenate(trains)), np.sort(np.concatenate(tests))
 
 
 def _numbers(values: pa.ChunkedArray, column: str) -> npt.NDArray[np.float64]:

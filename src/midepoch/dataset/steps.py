@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from midepoch._internal.values import integer
-from midepoch.dataset.functions import check_on_error, check_used, names_of, with_classes
+from midepoch._internal.values import integer, one_of
+from midepoch.dataset.functions import ON_ERROR, check_used, names_of, with_classes
 from midepoch.errors import ColumnError
 from midepoch.order.schedule import Schedule
 from midepoch.pipeline.node import Node, Rebatch
@@ -27,6 +27,7 @@ from midepoch.transforms.batch import check_columns
 from midepoch.transforms.columns import inside, types_by_name
 from midepoch.transforms.encode import Tokenize
 from midepoch.transforms.media import decoder_of
+from midepoch.transforms.media.images import installed
 from midepoch.transforms.packing import IGNORED, LABELS, OWN_LABELS, TOKENIZE_FIRST, PackSpec
 
 if TYPE_CHECKING:
@@ -102,7 +103,7 @@ def unbatch(self: D, columns: str | Sequence[str] | None = None) -> D:
         if self._columns is not None:
             check_columns(names, self._columns, "unbatch")
         return self._with_step(Unbatch(names))
-    lists = self._lists
+    lists = self.pipeline.node.known.lists
     if lists is None:
         raise ColumnError(
             "unbatch: the columns that contain lists are not known before a map has run. Name them: "
@@ -154,8 +155,10 @@ def decode(
     options = {"size": size, "fit": fit, "mode": mode, "layout": layout, "shrink": shrink, "frames": frames}
     options |= {"sampling_rate": sampling_rate, "channels": channels}
     decoder = decoder_of(kind or features.get(self._feature(column) or "", "image"), options)
-    skip = check_on_error(on_error or ("skip" if self._skips else "raise"))
-    return self._with_step(Decode(column, decoder, None if root is None else str(root), self._tensors, skip))
+    skips = any(leaf.on_error == "skip" for leaf in self.pipeline.node.leaves)
+    on_error = one_of(on_error or ("skip" if skips else "raise"), ON_ERROR, "on_error")
+    tensors = self.pipeline.format in (None, "torch") and installed("torch")
+    return self._with_step(Decode(column, decoder, None if root is None else str(root), tensors, on_error))
 
 
 def batch(self: D, size: int, drop_last: bool = False) -> D:
