@@ -31,7 +31,6 @@ from midepoch.transforms.function import Function
 
 if TYPE_CHECKING:
     from midepoch.dataset.dataset import Dataset
-    from midepoch.loader import Loader
 
 _log = logging.getLogger("midepoch")
 
@@ -142,7 +141,7 @@ def _write(ds: Dataset, writer: PartWriter, num_workers: int, report: Progress) 
     writer.complete({"version": VERSION, "rows": rows})
 
 
-def _resume(writer: PartWriter, loader: Loader) -> int:
+def _resume(writer: PartWriter, loader: Any) -> int:
     """Continue after the last part that was finished. Return the number of rows before."""
     rows, state = 0, None
     while (note := writer.folder / f"{parts.part_name(len(writer.schemas))}.json").exists():

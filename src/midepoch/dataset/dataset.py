@@ -8,7 +8,6 @@ import sys
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 from midepoch._internal import html
@@ -545,54 +544,14 @@ class Dataset(Resumable):
         ``zip``; the main process runs the steps that follow, and ``collate_fn`` after such steps or after batched
         functions.
         """
-        from midepoch.loader.batching import Batching
+        arguments = {**locals()}  # of this method, by their names
         from midepoch.loader.make import make_loader
 
-        if batch_size is UNSET and self.pipeline.node.schedule is not None:
-            batch_size = self.pipeline.node.schedule
-        if batch_size is UNSET and max_tokens is None:
+        if batch_size is UNSET and self.pipeline.node.schedule is None and max_tokens is None:
             raise TypeError("Dataset.loader() needs batch_size, or max_tokens. For example ds.loader(batch_size=32).")
-        if prefetch is not None and prefetch_factor is not None:
-            raise ValueError("prefetch and prefetch_factor are two names of one setting. Omit one of them.")
-        here = self._iteration
-        made = make_loader(
-            self.pipeline,
-            here.start._replace(epoch=self.epoch),
-            named=here.shared.named,
-            batch_size=None if batch_size is UNSET else batch_size,
-            num_workers=num_workers,
-            drop_last=drop_last,
-            collate_fn=collate_fn,
-            prefetch=prefetch_factor if prefetch is None else prefetch,
-            pin_memory=pin_memory,
-            persistent_workers=persistent_workers,
-            rank=rank,
-            world_size=world_size,
-            data_parallel=data_parallel,
-            last_batch=last_batch,
-            audit=audit,
-            multiprocessing_context=multiprocessing_context,
-            collate_columns=collate_columns,
-            worker_type=worker_type,
-            device=device,
-            worker_init_fn=worker_init_fn,
-            timeout=timeout,
-            provenance=provenance,
-            dataset=self,
-            read_column=partial(reading.column_values, self),
-            batching=Batching(
-                max_tokens,
-                length,
-                layout,
-                pad_to_multiple_of,
-                pad_values,
-                bucket_window,
-                balance,
-                context_parallel,
-                cp_layout,
-                steps_per_epoch,
-            ),
-        )
+        if batch_size is UNSET:
+            arguments["batch_size"] = self.pipeline.node.schedule
+        made = make_loader(arguments.pop("self"), **arguments)
         self._last_loader = weakref.ref(made)
         return made
 

@@ -57,7 +57,6 @@ _METHODS: dict[str, dict[str, str]] = {
         "in_order": "Batches always come in order, so that a resume is exact.",
         "snapshot_every_n_steps": "The state is exact at every step, and costs nothing: omit it.",
         "batched": "batch_size rows make a batch. Use batch_size=None for single rows.",
-        "workers": "Did you mean num_workers=?",
         "transform": "Use ds.map(function).loader(…), or collate_fn=….",
         "dtype": "Use ds.cast({'x': 'float32'}).loader(…), or convert batches on the device.",
         "return_tensors": "Batches are tensors of torch already: omit it.",
@@ -76,7 +75,6 @@ _METHODS: dict[str, dict[str, str]] = {
     },
     "weighted": {
         "generator": _SEEDED,
-        "weight": "Did you mean weights=?",
         "weights missing": "For example ds.weighted('weight', seed=0), by the name of a column.",
     },
     "balanced": {
@@ -100,18 +98,15 @@ _METHODS: dict[str, dict[str, str]] = {
     },
     "batch": {
         "batch_size": "Did you mean size=? For batches of training use ds.loader(batch_size=…).",
-        "drop_last_batch": "Did you mean drop_last=?",
     },
-    "iter": {"drop_last": "Did you mean drop_last_batch=?", "size": "Did you mean batch_size=?"},
+    "iter": {"size": "Did you mean batch_size=?"},
     "pack": {
-        "max_length, max_seq_length, seq_length, block_size": "Did you mean length=?",
+        "block_size": "Did you mean length=?",
         "pad_token_id": "Did you mean pad=?",
         "eos_token_id": "Did you mean eos=?",
         "packing": "Did you mean strategy=?",
         "return_attention_mask": "Omit it: rows have position_ids and segment_ids, which name their documents.",
     },
-    "select_columns": {"columns": "Did you mean column_names=?"},
-    "remove_columns": {"columns": "Did you mean column_names=?"},
     "select": {"too many": "For a range, use ds.slice(5, 10). For columns, use ds.select_columns(['id', 'text'])."},
     "rename_column": {"new_column_name missing": "For a dict of names, use rename_columns."},
     "rename_columns": {
@@ -209,7 +204,6 @@ ATTRIBUTES = OPENERS | each_name(
         "load_dataset(…, split='train[:90%]').",
         "cache_files": "Use ds.pipeline.base.source.files.",
         "n_shards, num_shards": "Use ds.num_files.",
-        "dataloader": "Did you mean loader?",
         "iloc": "Use ds[3], ds[10:20], or ds.select(rows).",
         "value_counts": "Use ds.to_pandas()[column].value_counts().",
         "iterrows": "Use: for row in ds.",
@@ -262,12 +256,11 @@ _OPEN: dict[str, dict[str, str]] = {
     },
     "load_from_disk": {
         "storage_options": "Local folders only. Use from_files for an object store.",
-        "dataset_path": "Did you mean path=?",
     },
     "from_files": {
         "too many": "Pass several files as a list: from_files(['a.parquet', 'b.parquet']).",
         "split": "Use load_dataset(…, split=…), or slice: from_files(…).slice(None, '90%').",
-        "data_files, path, pattern, input_dir, data_dir, root, urls": "Did you mean paths=?",
+        "data_files, pattern, input_dir, data_dir, root, urls": "Did you mean paths=?",
         "remote, local": "Did you mean paths=? Data is read in place: there is no local copy.",
         "num_proc, num_workers": "Files are indexed by threads; loaders have workers: .loader(batch_size, "
         "num_workers=…).",
@@ -286,7 +279,7 @@ _OPEN: dict[str, dict[str, str]] = {
         "resampled": "Use from_files(…).weighted(…) to draw rows with replacement, or omit it.",
         "handler": "Use on_error='skip'.",
         "skiprows": "Use from_files(…).skip(10) for rows, and remove lines before the header from the file.",
-        "usecols, column_names": "Did you mean columns=?",
+        "usecols": "Did you mean columns=?",
         "header, names, encoding": "Files are UTF-8, and CSV has a header. For others: "
         "midepoch.from_pandas(pandas.read_csv(path, header=None, names=[…], encoding=…)).",
         "dtype, schema, features": "Use from_files(…).cast({'label': 'int32'}).",
@@ -296,7 +289,7 @@ _OPEN: dict[str, dict[str, str]] = {
     },
     "from_tokens": {
         "too many": "Several files are a list: from_tokens(['a.bin', 'b.bin'], 1024, dtype='uint16').",
-        "block_size, seq_len, seq_length, max_length": "Did you mean sequence_length=?",
+        "block_size, seq_len, max_length": "Did you mean sequence_length=?",
         "sequence_length missing": "Pass the number of tokens of a row: from_tokens(paths, 1024).",
     },
     "from_megatron": {
