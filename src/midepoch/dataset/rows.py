@@ -195,7 +195,6 @@ def shuffle(self: D, seed: int | None = None, scope: str | None = None, window: 
             "shuffle: rows are drawn by weights, which is a random order already. Omit shuffle(), or call it "
             "instead of weighted() or balanced()."
         )
-    chosen, drawn, agreed = _order_seed(self, seed)
     defaults = frozenset(name for name, value in (("scope", scope), ("window", window)) if value is None)
     scope = scope or self._default_scope or ("window" if leaf.source.fetched else "rows")
     aligned = leaf.source.fetched and scope == "window"
@@ -204,18 +203,19 @@ def shuffle(self: D, seed: int | None = None, scope: str | None = None, window: 
         if scope == "window":  # a random split cuts blocks into many runs: a window has the rows of as many blocks
             blocks = leaf.source.layout.block_starts
             window = max(window, window * (len(leaf.order.selection.boundaries(blocks)) - 1) // max(1, len(blocks) - 1))
-    order = replace(leaf.order, shuffle=Shuffle(chosen, scope, window, aligned))
+    return _ordered(self, seed, lambda seed: Shuffle(seed, scope, window, aligned), defaults)
+
+
+def _ordered(
+    self: D, seed: int | None, shuffle: Callable[[int], Shuffle | Weighted], defaults: frozenset[str] = frozenset()
+) -> D:
+    """Return the dataset in an order by a seed, which is drawn if None."""
+    leaf, drawn, agreed = self.pipeline.base, seed is None, False
+    if seed is None:
+        seed, agreed = draw_seed(f"{leaf.source.fingerprint}/{leaf.order.selection.text}")
+        check_agreed(not agreed, self.pipeline.shard.count)
+    order = replace(leaf.order, shuffle=shuffle(seed))
     return with_leaf(self, replace(leaf, order=order, seed_drawn=drawn, seed_agreed=agreed, defaults=defaults))
-
-
-def _order_seed(self: D, seed: int | None) -> tuple[int, bool, bool]:
-    """Return the seed of an order, drawn if None, with ``seed_drawn`` and ``seed_agreed`` of its leaf."""
-    if seed is not None:
-        return seed, False, False
-    leaf = self.pipeline.base
-    chosen, agreed = draw_seed(f"{leaf.source.fingerprint}/{leaf.order.selection.text}")
-    check_agreed(not agreed, self.pipeline.shard.count)
-    return chosen, True, agreed
 
 
 def _shuffle_outputs(self: D, seed: int | None, scope: str | None, window: int | None) -> D:
@@ -356,18 +356,15 @@ def sort(self: D, by: str | Callable[[dict[str, Any]], Any], *, reverse: bool = 
 
 
 def _drawn(self: D, weights: Any, num_samples: int | None, replacement: bool, seed: int | None) -> D:
-    leaf, values = self.pipeline.base, checked(weights)
-    if len(values) != (rows := len(leaf.order.selection)):
+    values = checked(weights)
+    if len(values) != (rows := len(self.pipeline.base.order.selection)):
         raise ValueError(
             f"expected {rows} weights, one for each row, got {len(values)}. For a weight of each class: "
             "np.array(weights)[np.asarray(ds['label'])], or ds.balanced('label', seed=0)."
         )
     most = rows if replacement else int(np.count_nonzero(values))
     samples = most if num_samples is None else integer(num_samples, "num_samples", 1)
-    chosen, drawn, agreed = _order_seed(self, seed)
-    order = replace(leaf.order, shuffle=Weighted(values, chosen, samples, bool(replacement)))
-    leaf = replace(leaf, order=order, seed_drawn=drawn, seed_agreed=agreed, defaults=frozenset())
-    return with_leaf(self, leaf)
+    return _ordered(self, seed, lambda seed: Weighted(values, seed, samples, bool(replacement)))
 
 
 def _results(self: D, function: Callable[[dict[str, Any]], Any]) -> pa.ChunkedArray:

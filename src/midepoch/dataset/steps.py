@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from midepoch._internal.values import integer, one_of
+from midepoch._internal.values import LARGEST, integer, one_of
 from midepoch.dataset.functions import ON_ERROR, check_used, names_of, with_classes
 from midepoch.errors import ColumnError
 from midepoch.order.schedule import Schedule
@@ -17,7 +17,6 @@ from midepoch.pipeline.node import Node, Rebatch
 from midepoch.transforms import (
     Cast,
     Decode,
-    Map,
     RemoveColumns,
     RenameColumns,
     SelectColumns,
@@ -207,11 +206,10 @@ def pack(
         raise TypeError(f"pack takes the name of one column, got {column!r:.60}. Others go into extra={{name: pad}}.")
     node, schedule = self.pipeline.node, None
     before = [step for part in (*node.leaves, *node.stages) for step in getattr(part, "steps", ())]
-    grouped = [step.function for step in before if isinstance(step, Map) and not step.rowwise]
-    if any(isinstance(one, Tokenize) and one.options.get("padding") != "do_not_pad" for one in grouped):
+    tokenized = [(step.function, step.rowwise) for step in before if isinstance(getattr(step, "function", 0), Tokenize)]
+    if any(not rowwise and each.options.get("padding") != "do_not_pad" for each, rowwise in tokenized):
         _log.warning("pack: tokenize() pads, and its padding is packed as if it were text. Omit padding=… there.")
-    functions = [step.function for step in before if isinstance(step, Map)]
-    pads = [getattr(one.tokenizer, "pad_token_id", None) for one in functions if isinstance(one, Tokenize)]
+    pads = [getattr(each.tokenizer, "pad_token_id", None) for each, _ in tokenized]
     if not (pad or drop_remainder) and pads and pads[-1]:
         _log.warning("pack fills sequences with token 0, and the tokenizer pads with %s: pass pad=….", pads[-1])
     if length is None:
@@ -255,7 +253,7 @@ def _extra(given: Any) -> dict[str, int]:
         names = [given] if isinstance(given, str) else given if isinstance(given, (list, tuple, set)) else [LABELS]
         example = ", ".join(f"{name!r}: {-100 if name == LABELS else 0}" for name in names)
         raise TypeError(f"pack(extra=…) takes columns and their padding values, extra={{{example}}}, got {given!r:.60}")
-    return {name: _integer(value, f"extra {name}") for name, value in given.items()}
+    return {name: integer(value, f"pack(extra=…) of {name!r}", -LARGEST) for name, value in given.items()}
 
 
 def _dtype(given: Any) -> str:
@@ -265,26 +263,16 @@ def _dtype(given: Any) -> str:
         raise TypeError(f"pack(dtype=…) takes a type of integers, such as 'int32', got {given!r:.60}") from None
 
 
-def _integer(value: Any, what: str) -> int:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"pack({what}=…) must be an integer, got {value!r}")
-    return value
-
-
 def _pad(value: Any, column: str) -> int:
-    if isinstance(value, str):
-        raise TypeError(f"pack(pad=…) must be an integer, got {value!r:.60}. Pass its number: tokenizer.pad_token_id.")
-    if value is None:
-        raise TypeError(
-            "pack(pad=…) must be an integer, got None: the tokenizer has no token for padding. Pass "
-            "pad=tokenizer.eos_token_id, or omit it for 0."
-        )
     if value == IGNORED and column == "input_ids":
         raise ValueError(
             f"pack(pad={IGNORED}) would be a token of {column!r}. {IGNORED} is for labels, which labels=True adds. "
             "Pass pad=tokenizer.pad_token_id."
         )
-    return _integer(value, "pad")
+    hint = "Pass its number: tokenizer.pad_token_id." if isinstance(value, str) else ""
+    if value is None:
+        hint = "The tokenizer has no token for padding: pass pad=tokenizer.eos_token_id, or omit it for 0."
+    return integer(value, "pack(pad=…)", -LARGEST, hint)
 
 
 def _lengths_of(node: Node, strategy: str) -> Schedule:
