@@ -136,7 +136,7 @@ class Dataset(Resumable):
     @property
     def epoch(self) -> int:
         """The epoch of ``iter()``. Setting it calls ``set_epoch``."""
-        return self._iteration.shared.epoch
+        return int(self._iteration.shared.epoch)
 
     @epoch.setter
     def epoch(self, epoch: int) -> None:

@@ -59,8 +59,9 @@ def column_names(self: D) -> list[str]:
 
 def schema(self: D) -> pa.Schema:
     """Return the Arrow schema of a row. If it is known only after a function has run, run the first rows."""
-    first: Any = None if self.pipeline.node.known.certain else _first_rows(self)
-    return schema_before_running(self) if first is None else present(first, "arrow").schema
+    first = None if self.pipeline.node.known.certain else _first_rows(self)
+    table: Any = None if first is None else present(first, "arrow")
+    return schema_before_running(self) if table is None else table.schema
 
 
 def schema_before_running(self: D) -> pa.Schema:

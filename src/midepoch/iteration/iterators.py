@@ -118,10 +118,13 @@ class RowIterator(chain[Any], Resumable):
 def _chunks(own: list[weakref.ref[RowIterator]]) -> Iterator[Iterator[Any]]:
     """Yield the chunks of a RowIterator."""
     while (iterator := own[0]()) is not None:
+        rows: Iterator[Any] | None
         try:
             rows = iterator.refill()
         except BaseException as problem:
-            rows = _failed(problem)
+            # Raised here, the error would end the chain, and a second `next` would report the end of the epoch. A
+            # chunk that raises once does not: after it, the next chunk is tried again.
+            rows = map(_raise, [problem])
         del iterator
         if rows is None:
             return
@@ -129,13 +132,8 @@ def _chunks(own: list[weakref.ref[RowIterator]]) -> Iterator[Iterator[Any]]:
         del rows
 
 
-def _failed(problem: BaseException) -> Iterator[Any]:
-    """Return a chunk that could not be made: it raises once, then the chunk is tried again.
-
-    Raised in the caller, the error would end the chain, and a second ``next`` would report the end of the epoch.
-    """
+def _raise(problem: BaseException) -> Any:
     raise problem
-    yield
 
 
 class Columns(dict[str, Any]):
