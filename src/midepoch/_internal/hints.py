@@ -111,49 +111,43 @@ def explained(
     name: str, signature: inspect.Signature, args: tuple[Any, ...], kwargs: Mapping[str, Any], hints: Hints
 ) -> str | None:
     """Return why a call does not fit a signature, and what does. None if it fits."""
+
+    def answer(text: str, key: str, otherwise: str = "") -> str:
+        hint = hints.get(key) or otherwise
+        return f"{name}() {text}.{' ' * bool(hint)}{hint}"
+
     parameters = {key: each for key, each in signature.parameters.items() if key not in ("self", "cls")}
     given = len(args) - (len(signature.parameters) - len(parameters))
-    takes_any = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values())
-    unknown = [] if takes_any else [key for key in kwargs if key not in parameters]
-    if unknown:
-        first = unknown[0]
-        hint = (
-            hints.get(first)
-            or nearest(first, parameters, "{}=")
-            or hints.get("*")
-            or f"It takes {_listed(parameters)}."
-        )
-        return f"{name}() has no argument {first!r}. {hint}"
+    kinds = {each.kind for each in parameters.values()}
+    takes = f"It takes {', '.join(parameters) or 'no arguments'}."
+    unknown = [key for key in kwargs if key not in parameters]
+    if unknown and inspect.Parameter.VAR_KEYWORD not in kinds:
+        near = nearest(unknown[0], parameters, "{}=")
+        return answer(f"has no argument {unknown[0]!r}", unknown[0], near or hints.get("*") or takes)
     positional = [key for key, each in parameters.items() if each.kind is each.POSITIONAL_OR_KEYWORD]
-    takes_more = any(each.kind is inspect.Parameter.VAR_POSITIONAL for each in parameters.values())
-    if given > len(positional) and not takes_more:
+    if given > len(positional) and inspect.Parameter.VAR_POSITIONAL not in kinds:
         keywords = [key for key, each in parameters.items() if each.kind is each.KEYWORD_ONLY]
-        rest = f" Pass {_listed(keywords)} by name." if keywords else f" It takes {_listed(parameters)}."
-        rest = f" {hints['too many']}{rest}" if "too many" in hints else rest
+        rest = [hints.get("too many", ""), f"Pass {', '.join(keywords)} by name." if keywords else takes]
         if positional and "Sequence[" in str(parameters[positional[-1]].annotation):
-            rest = " Pass several as a list." + rest
-        return f"{name}() takes {_count(len(positional))} by position, got {given}.{rest}"
-    twice = [key for key in positional[:given] if key in kwargs]
-    if twice:
-        hint = hints.get(f"{twice[0]} twice", "")
-        return f"{name}() got {twice[0]!r} twice: by position and by name.{' ' if hint else ''}{hint}"
+            rest.insert(0, "Pass several as a list.")
+        return f"{name}() takes {_count(len(positional))} by position, got {given}. {' '.join(filter(None, rest))}"
+    if twice := [key for key in positional[:given] if key in kwargs]:
+        return answer(f"got {twice[0]!r} twice: by position and by name", f"{twice[0]} twice")
     bound = {*positional[:given], *kwargs}
     needed = [
         key
         for key, each in parameters.items()
         if each.default is each.empty and key not in bound and each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)
     ]
-    if needed:
-        hint = hints.get(f"{needed[0]} missing", "")
-        return f"{name}() needs {_listed(needed)}.{' ' if hint else ''}{hint}"
-    return None
+    return answer(f"needs {', '.join(needed)}", f"{needed[0]} missing") if needed else None
 
 
 def no_attribute(owner: str, name: str, names: Iterable[str], hints: Hints) -> AttributeError:
     """Return the error for an attribute that does not exist."""
     names = tuple(names)
     hint = hints.get(name) or ("" if name.startswith("_") else nearest(name, names, "{}") or _all(names))
-    return _attribute_error(f"{owner} has no attribute {name!r}.{' ' if hint else ''}{hint}", name)
+    # Without an object, Python adds no suggestion of its own to a traceback.
+    return AttributeError(f"{owner} has no attribute {name!r}.{' ' * bool(hint)}{hint}", name=name, obj=None)
 
 
 def setter(owner: str, hints: Hints, remedy: str) -> Callable[[Any, str, Any], None]:
@@ -168,11 +162,6 @@ def setter(owner: str, hints: Hints, remedy: str) -> Callable[[Any, str, Any], N
         object.__setattr__(self, name, value)
 
     return set_attribute
-
-
-def _attribute_error(text: str, name: str) -> AttributeError:
-    """Return the error. Without an object, Python adds no suggestion of its own to a traceback."""
-    return AttributeError(text, name=name, obj=None)
 
 
 def fixed(owner: str, remedy: str) -> Callable[[C], C]:
@@ -194,10 +183,10 @@ class Elsewhere:
     """Attribute of a class that does not exist there. Reading it raises AttributeError with a hint."""
 
     def __init__(self, owner: str, name: str, hint: str) -> None:
-        self._text, self._name = f"{owner} has no attribute {name!r}. {hint}", name
+        self._owner, self._name, self._hint = owner, name, hint
 
     def __get__(self, instance: object, owner: type) -> Any:
-        raise _attribute_error(self._text, self._name)
+        raise no_attribute(self._owner, self._name, (), {self._name: self._hint})
 
 
 def nearest(name: str, names: Iterable[str], form: str) -> str:
@@ -223,10 +212,6 @@ _OF_PROTOCOLS = {"check_state", "current_pass", "end_pass", "get_state", "set_st
 def _all(names: tuple[str, ...]) -> str:
     public = [name for name in names if not name.startswith("_") and name not in _OF_PROTOCOLS]
     return textwrap.shorten(f"It has {', '.join(public)}", 500, placeholder=" …") + "." if public else ""
-
-
-def _listed(names: Iterable[str]) -> str:
-    return ", ".join(names) or "no arguments"
 
 
 def _count(number: int) -> str:
