@@ -130,7 +130,8 @@ def explained(
         rest = [hints.get("too many", ""), f"Pass {', '.join(keywords)} by name." if keywords else takes]
         if positional and "Sequence[" in str(parameters[positional[-1]].annotation):
             rest.insert(0, "Pass several as a list.")
-        return f"{name}() takes {_count(len(positional))} by position, got {given}. {' '.join(filter(None, rest))}"
+        count = f"{len(positional) or 'no'} argument{'s' * (len(positional) > 1)}"
+        return f"{name}() takes {count} by position, got {given}. {' '.join(filter(None, rest))}"
     if twice := [key for key in positional[:given] if key in kwargs]:
         return answer(f"got {twice[0]!r} twice: by position and by name", f"{twice[0]} twice")
     bound = {*positional[:given], *kwargs}
@@ -214,10 +215,6 @@ def _all(names: tuple[str, ...]) -> str:
     return textwrap.shorten(f"It has {', '.join(public)}", 500, placeholder=" …") + "." if public else ""
 
 
-def _count(number: int) -> str:
-    return "no argument" if number == 0 else f"{number} argument{'s' * (number != 1)}"
-
-
 OPEN_ALREADY = "It is a dataset already: use it as it is."
 
 
@@ -241,11 +238,11 @@ def opener_of(given: Any) -> str | None:
         if given and is_dataset(next(iter(given.values()))):
             return None
         return f"{found} with one of them" if found and ".from_hf(" in found else "midepoch.from_dict(columns)"
-    if isinstance(given, (list, tuple)) and given and all(isinstance(row, Mapping) for row in given[:3]):
-        return "midepoch.from_list(rows)"
-    if isinstance(given, (list, tuple)) and given and isinstance(given[0], (str, bytes)):
-        return None
     if isinstance(given, (list, tuple)) and given:
+        if all(isinstance(row, Mapping) for row in given[:3]):
+            return "midepoch.from_list(rows)"
+        if isinstance(given[0], (str, bytes)):
+            return None
         found = None if is_array(given[0]) else opener_of(given[0])
         return found if found is not None and "from_map" not in found else "midepoch.from_map_style(items)"
     if inspect.isgenerator(given) or inspect.isroutine(given):
