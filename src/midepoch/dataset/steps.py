@@ -215,21 +215,10 @@ def pack(
     if length is None:
         schedule = _lengths_of(node, strategy)
         length = max(one.sequence_length or 0 for one in schedule.plan)
-    spec = PackSpec(
-        length,
-        column,
-        strategy,
-        None if eos is None else integer(eos, "pack(eos=…)", hint="Pass its number: tokenizer.eos_token_id."),
-        _pad(pad, column),
-        _extra(extra),
-        drop_remainder,
-        cu_seqlens,
-        integer(window, "pack(window=…)", 1),
-        None if dtype is None else _dtype(dtype),
-        labels,
-        mask_first,
-        schedule,
-    )
+    eos = None if eos is None else integer(eos, "pack(eos=…)", hint="Pass its number: tokenizer.eos_token_id.")
+    pad, extra, window = _pad(pad, column), _extra(extra), integer(window, "pack(window=…)", 1)
+    options = (drop_remainder, cu_seqlens, window, _dtype(dtype), labels, mask_first, schedule)
+    spec = PackSpec(length, column, strategy, eos, pad, extra, *options)
     if drop_remainder and strategy == "best_fit":
         _log.warning(
             'pack(drop_remainder=True, strategy="best_fit") drops every sequence that is not exactly full, and these '
@@ -256,9 +245,9 @@ def _extra(given: Any) -> dict[str, int]:
     return {name: integer(value, f"pack(extra=…) of {name!r}", -LARGEST) for name, value in given.items()}
 
 
-def _dtype(given: Any) -> str:
+def _dtype(given: Any) -> str | None:
     try:
-        return str(np.dtype(given).name)
+        return None if given is None else str(np.dtype(given).name)
     except TypeError:
         raise TypeError(f"pack(dtype=…) takes a type of integers, such as 'int32', got {given!r:.60}") from None
 
@@ -279,11 +268,7 @@ def _lengths_of(node: Node, strategy: str) -> Schedule:
     """Return the schedule that gives the lengths of packed sequences. Raise TypeError if there is none."""
     schedule = node.schedule
     if schedule is None or not schedule.plan[0].sequence_length:
-        what = (
-            "the data is not mixed by a schedule"
-            if schedule is None
-            else "the phases of the schedule have no sequence_length"
-        )
+        what = "the data is not mixed by a schedule" if schedule is None else "its phases have no sequence_length"
         raise TypeError(f"pack() needs length, as in pack(4096, eos=2, pad=0): {what}.")
     if strategy != "concat":
         raise ValueError(f"pack(strategy={strategy!r}): sequence lengths of a schedule need strategy='concat'.")
