@@ -158,27 +158,24 @@ class Dataset(Resumable):
         return self.pipeline.files
 
     def __repr__(self) -> str:
-        spec = self.pipeline
-        leaf = spec.node.base if isinstance(spec.node.base, Leaf) else None
-        parts = [spec.node.text if spec.numbered is None else f"{len(self):,} rows"]
-        parts.append(spec.files_text)
-        if not isinstance(spec.node.base, Leaf):
-            parts.append(f"{len(spec.node.base.parts)} parts")
-        if leaf is not None and (shuffle := leaf.order.shuffle) is not None:
-            parts.append(shuffle.text)
+        spec, base, at, of = self.pipeline, self.pipeline.node.base, self._iteration.cursor(), ""
+        parts = [spec.node.text, spec.files_text]
+        if spec.numbered is not None:
+            parts[0], of = f"{len(self):,} rows", f" of {spec.numbered:,}"
+        if not isinstance(base, Leaf):
+            parts.append(f"{len(base.parts)} parts")
+        elif base.order.shuffle is not None:
+            parts.append(base.order.shuffle.text)
         if spec.lanes > 1 and spec.numbered is None:
             parts.append(f"{spec.lanes} lanes")
         if spec.shard.count > 1:
             parts.append(f"shard {spec.shard.index} of {spec.shard.count}")
-        names = [step.name for step in leaf.steps if isinstance(step, (Function, Decode))] if leaf is not None else []
-        if names:
+        if names := [step.name for step in getattr(base, "steps", ()) if isinstance(step, (Function, Decode))]:
             parts.append(f"maps: {', '.join(names)}")
         parts.append(f"columns: {', '.join(self._columns)}" if self._columns is not None else "columns: from a map")
         if spec.format:
             parts.append(f"format={spec.format}")
-        at = self._iteration.cursor()
         if at != Cursor():
-            of = "" if spec.numbered is None else f" of {spec.numbered:,}"
             parts.append(f"at epoch {at.epoch}, position {at.position:,}{of}")
         return f"{type(self).__name__}({'; '.join(parts)})"
 

@@ -108,7 +108,7 @@ def _first_rows(self: D) -> Batch | None:
     """Run the first rows, and return them. None without rows."""
     spec = self.pipeline
     if spec.numbered is not None:
-        return by_number(self).first(self.epoch, min(len(self), _LOOK)) if len(self) else None
+        return by_number(self).read(self.epoch, np.arange(min(len(self), _LOOK))) if len(self) else None
     cursor = Cursor(self.epoch)
     taken = type(self._iteration)(spec, cursor).open_lanes(cursor).take(1)
     return None if taken is None else materialize(taken.items)

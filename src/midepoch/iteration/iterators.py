@@ -164,27 +164,24 @@ class RandomAccess:
             key = key.__index__()
             if not -count <= key < count:
                 raise IndexError(f"row {key} is out of range: there are {count} rows")
-            found = self._engine.rows(self._at(epoch, np.array([key % count])))
+            found = self._engine.rows(self.read(epoch, np.array([key % count])))
             if not found:
                 raise IndexError(f"row {key} is skipped under on_error='skip'")
             return found[0]
         if isinstance(key, slice) and all(
             at is None or hasattr(at, "__index__") for at in (key.start, key.stop, key.step)
         ):
-            return _shown(self._engine.columns(self._at(epoch, np.arange(*key.indices(count), dtype=np.int64))))
+            return _shown(self._engine.columns(self.read(epoch, np.arange(*key.indices(count), dtype=np.int64))))
         names = isinstance(key, (list, tuple)) and any(isinstance(each, str) for each in key)
         if names or not (isinstance(key, (list, tuple, range)) or hasattr(key, "__array__")) or np.ndim(key) != 1:
             remedy = "Use ds.slice(None, '10%')" if isinstance(key, slice) else "Use ds[0], ds[:5] or ds[[0, 2]]"
             remedy += ", ds.select_columns([…]) for columns, and ds[0]['text'] for a value." if names else "."
             raise TypeError(f"rows are indexed by an integer, a slice or a list of integers, got {key!r:.60}. {remedy}")
         rows = Selection.of_ranges([(0, count)]).select(np.asarray(key))
-        return _shown(self._engine.columns(self._at(epoch, rows.source_rows(np.arange(len(rows))))))
+        return _shown(self._engine.columns(self.read(epoch, rows.source_rows(np.arange(len(rows))))))
 
-    def first(self, epoch: int, count: int) -> Batch:
-        """Return the first rows, after all functions."""
-        return self._at(epoch, np.arange(count))
-
-    def _at(self, epoch: int, places: Any) -> Batch:
+    def read(self, epoch: int, places: Any) -> Batch:
+        """Return rows of the epoch by their numbers, after all functions."""
         if self._turn[0] != os.getpid():  # a fork: a thread that does not exist here may hold it
             self._turn = (os.getpid(), threading.RLock())
         engine, positions = self._engine, places * self._shard.count + self._shard.index
