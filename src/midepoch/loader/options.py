@@ -285,15 +285,16 @@ def _trained_by_lightning() -> bool:
 
 ATTRIBUTES = each_name(
     {
-        "sampler, batch_sampler, generator": "The order belongs to the dataset: loader.dataset, and loader.shard for the "
-        "part of this rank.",
+        "sampler, batch_sampler, generator": "The order belongs to the dataset: loader.dataset, and loader.shard for "
+        "the part of this rank.",
         "shuffle": "Shuffle the dataset before: ds.shuffle(seed=…).loader(…).",
         "seed": "Use loader.pipeline, or ds.shuffle(seed=…).loader(…).",
         "step, global_step": "Use loader.steps, the global batches since the run began.",
         "map": "Map the dataset before: ds.map(function).loader(…).",
         "filter": "Filter the dataset before: ds.filter(function).loader(…).",
         "take": "Use ds.take(n).loader(…) for rows, or steps_per_epoch=… for batches.",
-        "skip, seek, skip_first_batches": "Load a state: loader.load_state_dict(state). For rows, ds.skip(n).loader(…).",
+        "skip, seek, skip_first_batches": "Load a state: loader.load_state_dict(state). For rows, "
+        "ds.skip(n).loader(…).",
         "load, restore": "Use loader.load_state_dict(state), or midepoch.PipelineCheckpoint.",
         "resume": "Use loader.load_state_dict(state), or PipelineCheckpoint.restore_latest(loader, model, optimizer).",
         "save, checkpoint": "Use loader.state_dict(), which is JSON-able, or midepoch.PipelineCheckpoint.",
