@@ -404,12 +404,10 @@ def stratified(
     of_train = apportion([count - taken for count, taken in zip(counts, of_test, strict=True)], train)
     order = drawn(np.arange(len(classes), dtype=np.int64))
     by_class = order[np.argsort(classes[order], kind="stable")]
-    cuts = list(zip(np.split(by_class, np.cumsum(counts)[:-1]), of_test, of_train, strict=True))
-    tests, trains = (
-        [rows[:first] for rows, first, _ in cuts],
-        [rows[first : first + last] for rows, first, last in cuts],
-    )
-    return np.sort(np.concatenate(trains)), np.sort(np.concatenate(tests))
+    # Of each class, its first rows are for the test, and the next ones for training.
+    place = np.arange(len(classes)) - np.repeat(np.cumsum(counts) - counts, counts)
+    tests, both = np.repeat(of_test, counts), np.repeat(np.add(of_test, of_train), counts)
+    return np.sort(by_class[(tests <= place) & (place < both)]), np.sort(by_class[place < tests])
 
 
 def _numbers(values: pa.ChunkedArray, column: str) -> npt.NDArray[np.float64]:
