@@ -80,10 +80,6 @@ class _Digest:
             return _hashed("set", *sorted(map(self.of, value)))
         if kind in (dict, types.MappingProxyType):  # in order, which a function may depend on
             return self._parts("dict", (each for item in value.items() for each in item))
-        if kind is np.ndarray and value.dtype.kind in "biufcSUMmV" and not value.dtype.hasobject:
-            return _hashed(f"array {value.dtype.descr} {value.shape}", np.ascontiguousarray(value).tobytes())
-        if kind is np.ndarray:
-            return self._parts("array", (str(value.dtype), value.shape, value.tolist()))
         if kind in _FUNCTIONS:
             return self._parts(kind.__name__, _FUNCTIONS[kind](value))
         if kind is types.ModuleType:
@@ -182,14 +178,10 @@ def _module_of(kind: type) -> str:
 def _simple(value: Any) -> tuple[str, bytes] | None:
     """Return the kind of a plain value and its bytes, or None for others."""
     kind = type(value)
-    if value is None or value is Ellipsis or kind in (bool, int, float, complex, str):
+    if value is None or kind in (bool, int, float, complex, str):
         return kind.__name__, repr(value).encode()
     if kind in (bytes, bytearray):
         return "bytes", bytes(value)
-    if isinstance(value, np.dtype):
-        return "dtype", repr(value.descr if value.fields else value).encode()
-    if isinstance(value, np.generic) and not value.dtype.hasobject:
-        return f"numpy {value.dtype.descr}", value.tobytes()
     if _module_of(kind).partition(".")[0] == "pyarrow":
         return _arrow(value)
     return None
