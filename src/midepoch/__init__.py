@@ -53,63 +53,6 @@ if TYPE_CHECKING:
     from midepoch.order.schedule import Phase, Schedule
     from midepoch.storage.stores import Retry
 
-# Names are imported when first used: `import midepoch` takes 1 ms instead of the 150 ms of numpy and pyarrow.
-_WHERE = {
-    "Dataset": "midepoch.dataset",
-    "Keep": "midepoch.checkpoint",
-    "Lease": "midepoch.loader",
-    "Loader": "midepoch.loader",
-    "Phase": "midepoch.order.schedule",
-    "PipelineCheckpoint": "midepoch.checkpoint",
-    "Retry": "midepoch.storage.stores",
-    "Schedule": "midepoch.order.schedule",
-    "StructuredDataset": "midepoch.compat.structured",
-    "concat": "midepoch.dataset.combine",
-    "concatenate_datasets": "midepoch.dataset.combine",
-    "from_arrow": "midepoch.memory.tables",
-    "from_delta": "midepoch.open.tables",
-    "from_dict": "midepoch.memory.tables",
-    "from_files": "midepoch.open.files",
-    "from_generator": "midepoch.memory.generated",
-    "from_hf": "midepoch.memory.hf",
-    "from_iceberg": "midepoch.open.tables",
-    "from_lance": "midepoch.open.tables",
-    "from_list": "midepoch.memory.tables",
-    "from_map_style": "midepoch.memory.generated",
-    "from_megatron": "midepoch.open.tokens",
-    "from_pandas": "midepoch.memory.tables",
-    "from_tokens": "midepoch.open.tokens",
-    "interleave_datasets": "midepoch.dataset.combine",
-    "load_dataset": "midepoch.open.files",
-    "load_from_disk": "midepoch.open.files",
-    "mix": "midepoch.dataset.combine",
-    "zip": "midepoch.dataset.combine",
-    **dict.fromkeys(
-        (
-            "CheckpointDamagedError",
-            "CheckpointError",
-            "CheckpointMismatchError",
-            "CheckpointNotFoundError",
-            "CheckpointSaveError",
-            "ColumnError",
-            "CorruptBlockError",
-            "DataChangedError",
-            "DataError",
-            "DataNotFoundError",
-            "DifferentSchemasError",
-            "FetchError",
-            "FormatError",
-            "LeaseError",
-            "MapError",
-            "MidepochError",
-            "StateError",
-            "WorkerError",
-            "WorldError",
-        ),
-        "midepoch.errors",
-    ),
-}
-
 __all__ = [
     "CheckpointDamagedError",
     "CheckpointError",
@@ -160,6 +103,26 @@ __all__ = [
     "load_from_disk",
     "mix",
 ]  # not zip: `from midepoch import *` would hide Python's own
+
+
+# Names are imported when first used: `import midepoch` takes 1 ms instead of the 150 ms of numpy and pyarrow.
+_NAMES = {
+    "midepoch.checkpoint": ["Keep", "PipelineCheckpoint"],
+    "midepoch.compat.structured": ["StructuredDataset"],
+    "midepoch.dataset": ["Dataset"],
+    "midepoch.dataset.combine": ["concat", "concatenate_datasets", "interleave_datasets", "mix", "zip"],
+    "midepoch.errors": [name for name in __all__ if name.endswith("Error")],
+    "midepoch.loader": ["Lease", "Loader"],
+    "midepoch.memory.generated": ["from_generator", "from_map_style"],
+    "midepoch.memory.hf": ["from_hf"],
+    "midepoch.memory.tables": ["from_arrow", "from_dict", "from_list", "from_pandas"],
+    "midepoch.open.files": ["from_files", "load_dataset", "load_from_disk"],
+    "midepoch.open.tables": ["from_delta", "from_iceberg", "from_lance"],
+    "midepoch.open.tokens": ["from_megatron", "from_tokens"],
+    "midepoch.order.schedule": ["Phase", "Schedule"],
+    "midepoch.storage.stores": ["Retry"],
+}
+_WHERE = {name: module for module, names in _NAMES.items() for name in names}
 
 
 def __getattr__(name: str) -> Any:

@@ -21,8 +21,13 @@ C = TypeVar("C", bound=type)
 Hints = Mapping[str, str]
 """Names that people know from other libraries, and what to do here instead.
 
-``*``: any other name. ``too many``: more arguments by position than there are.
+``*``: any other name. ``too many``: more arguments by position than there are. ``NAME missing``, ``NAME twice``.
 """
+
+
+def each_name(hints: Hints) -> dict[str, str]:
+    """Return a table with an entry for each name, of one in which names with the same answer stand together: "a, b"."""
+    return {name: hint for names, hint in hints.items() for name in names.split(", ")}
 
 
 _warned: dict[tuple[str, ...], object] = {}
@@ -106,49 +111,44 @@ def explained(
     name: str, signature: inspect.Signature, args: tuple[Any, ...], kwargs: Mapping[str, Any], hints: Hints
 ) -> str | None:
     """Return why a call does not fit a signature, and what does. None if it fits."""
+
+    def answer(text: str, key: str, otherwise: str = "") -> str:
+        hint = hints.get(key) or otherwise
+        return f"{name}() {text}.{' ' * bool(hint)}{hint}"
+
     parameters = {key: each for key, each in signature.parameters.items() if key not in ("self", "cls")}
     given = len(args) - (len(signature.parameters) - len(parameters))
-    takes_any = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values())
-    unknown = [] if takes_any else [key for key in kwargs if key not in parameters]
-    if unknown:
-        first = unknown[0]
-        hint = (
-            hints.get(first)
-            or nearest(first, parameters, "{}=")
-            or hints.get("*")
-            or f"It takes {_listed(parameters)}."
-        )
-        return f"{name}() has no argument {first!r}. {hint}"
+    kinds = {each.kind for each in parameters.values()}
+    takes = f"It takes {', '.join(parameters) or 'no arguments'}."
+    unknown = [key for key in kwargs if key not in parameters]
+    if unknown and inspect.Parameter.VAR_KEYWORD not in kinds:
+        near = nearest(unknown[0], parameters, "{}=")
+        return answer(f"has no argument {unknown[0]!r}", unknown[0], near or hints.get("*") or takes)
     positional = [key for key, each in parameters.items() if each.kind is each.POSITIONAL_OR_KEYWORD]
-    takes_more = any(each.kind is inspect.Parameter.VAR_POSITIONAL for each in parameters.values())
-    if given > len(positional) and not takes_more:
+    if given > len(positional) and inspect.Parameter.VAR_POSITIONAL not in kinds:
         keywords = [key for key, each in parameters.items() if each.kind is each.KEYWORD_ONLY]
-        rest = f" Pass {_listed(keywords)} by name." if keywords else f" It takes {_listed(parameters)}."
-        rest = f" {hints['too many']}{rest}" if "too many" in hints else rest
+        rest = [hints.get("too many", ""), f"Pass {', '.join(keywords)} by name." if keywords else takes]
         if positional and "Sequence[" in str(parameters[positional[-1]].annotation):
-            rest = " Pass several as a list." + rest
-        return f"{name}() takes {_count(len(positional))} by position, got {given}.{rest}"
-    twice = [key for key in positional[:given] if key in kwargs]
-    if twice:
-        hint = hints.get(f"{twice[0]} twice", "")
-        return f"{name}() got {twice[0]!r} twice: by position and by name.{' ' if hint else ''}{hint}"
+            rest.insert(0, "Pass several as a list.")
+        count = f"{len(positional) or 'no'} argument{'s' * (len(positional) > 1)}"
+        return f"{name}() takes {count} by position, got {given}. {' '.join(filter(None, rest))}"
+    if twice := [key for key in positional[:given] if key in kwargs]:
+        return answer(f"got {twice[0]!r} twice: by position and by name", f"{twice[0]} twice")
     bound = {*positional[:given], *kwargs}
     needed = [
         key
         for key, each in parameters.items()
         if each.default is each.empty and key not in bound and each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)
     ]
-    if needed:
-        hint = hints.get(f"{needed[0]} missing", "")
-        return f"{name}() needs {_listed(needed)}.{' ' if hint else ''}{hint}"
-    return None
+    return answer(f"needs {', '.join(needed)}", f"{needed[0]} missing") if needed else None
 
 
 def no_attribute(owner: str, name: str, names: Iterable[str], hints: Hints) -> AttributeError:
     """Return the error for an attribute that does not exist."""
     names = tuple(names)
     hint = hints.get(name) or ("" if name.startswith("_") else nearest(name, names, "{}") or _all(names))
-    return _attribute_error(f"{owner} has no attribute {name!r}.{' ' if hint else ''}{hint}", name)
+    # Without an object, Python adds no suggestion of its own to a traceback.
+    return AttributeError(f"{owner} has no attribute {name!r}.{' ' * bool(hint)}{hint}", name=name, obj=None)
 
 
 def setter(owner: str, hints: Hints, remedy: str) -> Callable[[Any, str, Any], None]:
@@ -163,11 +163,6 @@ def setter(owner: str, hints: Hints, remedy: str) -> Callable[[Any, str, Any], N
         object.__setattr__(self, name, value)
 
     return set_attribute
-
-
-def _attribute_error(text: str, name: str) -> AttributeError:
-    """Return the error. Without an object, Python adds no suggestion of its own to a traceback."""
-    return AttributeError(text, name=name, obj=None)
 
 
 def fixed(owner: str, remedy: str) -> Callable[[C], C]:
@@ -189,10 +184,10 @@ class Elsewhere:
     """Attribute of a class that does not exist there. Reading it raises AttributeError with a hint."""
 
     def __init__(self, owner: str, name: str, hint: str) -> None:
-        self._text, self._name = f"{owner} has no attribute {name!r}. {hint}", name
+        self._owner, self._name, self._hint = owner, name, hint
 
     def __get__(self, instance: object, owner: type) -> Any:
-        raise _attribute_error(self._text, self._name)
+        raise no_attribute(self._owner, self._name, (), {self._name: self._hint})
 
 
 def nearest(name: str, names: Iterable[str], form: str) -> str:
@@ -220,14 +215,6 @@ def _all(names: tuple[str, ...]) -> str:
     return textwrap.shorten(f"It has {', '.join(public)}", 500, placeholder=" …") + "." if public else ""
 
 
-def _listed(names: Iterable[str]) -> str:
-    return ", ".join(names) or "no arguments"
-
-
-def _count(number: int) -> str:
-    return "no argument" if number == 0 else f"{number} argument{'s' * (number != 1)}"
-
-
 OPEN_ALREADY = "It is a dataset already: use it as it is."
 
 
@@ -251,11 +238,11 @@ def opener_of(given: Any) -> str | None:
         if given and is_dataset(next(iter(given.values()))):
             return None
         return f"{found} with one of them" if found and ".from_hf(" in found else "midepoch.from_dict(columns)"
-    if isinstance(given, (list, tuple)) and given and all(isinstance(row, Mapping) for row in given[:3]):
-        return "midepoch.from_list(rows)"
-    if isinstance(given, (list, tuple)) and given and isinstance(given[0], (str, bytes)):
-        return None
     if isinstance(given, (list, tuple)) and given:
+        if all(isinstance(row, Mapping) for row in given[:3]):
+            return "midepoch.from_list(rows)"
+        if isinstance(given[0], (str, bytes)):
+            return None
         found = None if is_array(given[0]) else opener_of(given[0])
         return found if found is not None and "from_map" not in found else "midepoch.from_map_style(items)"
     if inspect.isgenerator(given) or inspect.isroutine(given):
@@ -316,55 +303,44 @@ def remedy_for(given: Any, function: str = "") -> str:
     return "Pass what .read() returns." if hasattr(given, "read") else "Pass such an object."
 
 
-NAMES = {
-    "DataLoader": "Use ds.loader(batch_size, num_workers=…).",
-    "IterableDataset": "Use midepoch.Dataset, which is iterable.",
-    "DatasetDict": "Open one split: load_dataset(…, split='train').",
-    "Features": "Use datasets.Features, or Arrow types with ds.cast(…).",
-    "ClassLabel": "Use ds.class_encode_column(column).",
-    "Value": "Use Arrow types with ds.cast({'label': 'int32'}).",
-    "open": "Use load_dataset, load_from_disk or from_files.",
-    "load": "Use midepoch.from_files(paths), or midepoch.load_dataset(name, split=…).",
-    "loader": "It is a method of a dataset: ds.loader(batch_size, num_workers=…).",
-    "read_parquet": "Use midepoch.from_files('*.parquet').",
-    "from_parquet": "Use midepoch.from_files('*.parquet').",
-    "scan_parquet": "Use midepoch.from_files('*.parquet').",
-    "read_csv": "Use midepoch.from_files('*.csv').",
-    "read_json": "Use midepoch.from_files('*.jsonl').",
-    "ImageFolder": "Use midepoch.from_files(folder), which names the classes by the folders.",
-    "Stream": "Use midepoch.from_files(folder), and midepoch.mix({…}, weights) for several.",
-    "from_tensor_slices": "Use midepoch.from_dict({'x': array}).",
-    "read_delta": "Use midepoch.from_delta(uri).",
-    "read_lance": "Use midepoch.from_lance(uri).",
-    "read_iceberg": "Use midepoch.from_iceberg('catalog.namespace.table').",
-    "from_csv": "Use midepoch.from_files('*.csv').",
-    "from_json": "Use midepoch.from_files('*.jsonl').",
-    "from_polars": "Use midepoch.from_pandas(frame), which also takes frames of polars.",
-    "from_table": "Use midepoch.from_arrow(table).",
-    "from_numpy": "Use midepoch.from_dict({'x': array}).",
-    "from_tensors": "Use midepoch.from_dict({'x': tensor}), or midepoch.from_map_style(dataset).",
-    "from_torch": "Use midepoch.from_map_style(dataset).",
-    "from_dataset": "Use midepoch.from_hf(ds) for Hugging Face, or midepoch.from_map_style(ds) for any ds[i].",
-    "from_datasets": "Use midepoch.from_hf(ds).",
-    "from_huggingface": "Use midepoch.from_hf(ds).",
-    "from_text": "Use midepoch.from_files('*.txt').",
-    "from_txt": "Use midepoch.from_files('*.txt').",
-    "from_spark": "Write the frame once: df.write.parquet(folder), and use midepoch.from_files(folder).",
-    "from_sql": "Use midepoch.from_pandas(pandas.read_sql(…)), or midepoch.from_generator(function).",
-    "TensorDataset": "Use midepoch.from_dict({'x': tensor}), or midepoch.from_map_style(dataset).",
-    "WebDataset": "Use midepoch.from_files('shards/{000000..000146}.tar').",
-    "from_webdataset": "Use midepoch.from_files('shards/{000000..000146}.tar').",
-    "StreamingDataset": "Use midepoch.from_files(folder), which reads MDS shards and LitData chunks in place.",
-    "from_mds": "Use midepoch.from_files(folder), which reads MDS shards in place.",
-    "from_litdata": "Use midepoch.from_files(folder), which reads LitData chunks in place.",
-    "MapDataset": "Use midepoch.from_map_style(items), or midepoch.from_files(paths).",
-    "StatefulDataLoader": "Use ds.loader(batch_size, num_workers=…), which has state_dict and load_state_dict.",
-    "shuffle": "It is a method of a dataset: ds.shuffle(seed=…).",
-    "tokenize": "It is a method of a dataset: ds.tokenize(tokenizer).",
-    "pack": "It is a method of a dataset: ds.tokenize(tokenizer).pack(length, eos=…, pad=…).",
-    "chain": "Use midepoch.concat([a, b]).",
-    "interleave": "Use midepoch.mix([a, b], weights=…).",
-    "Checkpoint": "Use midepoch.PipelineCheckpoint, or midepoch.checkpoint.",
-    "random_split": "Use ds.train_test_split(test_size=0.1, seed=0), or ds.slice(None, '90%') and ds.slice('90%').",
-}
+NAMES = each_name(
+    {
+        "DataLoader": "Use ds.loader(batch_size, num_workers=…).",
+        "StatefulDataLoader": "Use ds.loader(batch_size, num_workers=…), which has state_dict and load_state_dict.",
+        "IterableDataset": "Use midepoch.Dataset, which is iterable.",
+        "DatasetDict": "Open one split: load_dataset(…, split='train').",
+        "Features": "Use datasets.Features, or Arrow types with ds.cast(…).",
+        "ClassLabel": "Use ds.class_encode_column(column).",
+        "Value": "Use Arrow types with ds.cast({'label': 'int32'}).",
+        "open, load": "Use midepoch.from_files(paths), or midepoch.load_dataset(name, split=…).",
+        "read_parquet, from_parquet, scan_parquet": "Use midepoch.from_files('*.parquet').",
+        "read_csv, from_csv": "Use midepoch.from_files('*.csv').",
+        "read_json, from_json": "Use midepoch.from_files('*.jsonl').",
+        "from_text, from_txt": "Use midepoch.from_files('*.txt').",
+        "read_delta": "Use midepoch.from_delta(uri).",
+        "read_lance": "Use midepoch.from_lance(uri).",
+        "read_iceberg": "Use midepoch.from_iceberg('catalog.namespace.table').",
+        "ImageFolder": "Use midepoch.from_files(folder), which names the classes by the folders.",
+        "Stream": "Use midepoch.from_files(folder), and midepoch.mix({…}, weights) for several.",
+        "StreamingDataset, from_mds, from_litdata": "Use midepoch.from_files(folder), which reads MDS shards and "
+        "LitData chunks in place.",
+        "WebDataset, from_webdataset": "Use midepoch.from_files('shards/{000000..000146}.tar').",
+        "from_polars": "Use midepoch.from_pandas(frame), which also takes frames of polars.",
+        "from_table": "Use midepoch.from_arrow(table).",
+        "from_numpy, from_tensor_slices": "Use midepoch.from_dict({'x': array}).",
+        "from_tensors, TensorDataset": "Use midepoch.from_dict({'x': tensor}), or midepoch.from_map_style(dataset).",
+        "from_torch, MapDataset": "Use midepoch.from_map_style(dataset).",
+        "from_dataset": "Use midepoch.from_hf(ds) for Hugging Face, or midepoch.from_map_style(ds) for any ds[i].",
+        "from_datasets, from_huggingface": "Use midepoch.from_hf(ds).",
+        "from_spark": "Write the frame once: df.write.parquet(folder), and use midepoch.from_files(folder).",
+        "from_sql": "Use midepoch.from_pandas(pandas.read_sql(…)), or midepoch.from_generator(function).",
+        "loader": "It is a method of a dataset: ds.loader(batch_size, num_workers=…).",
+        "shuffle": "It is a method of a dataset: ds.shuffle(seed=…).",
+        "tokenize, pack": "It is a method of a dataset: ds.tokenize(tokenizer).pack(length, eos=…, pad=…).",
+        "random_split": "Use ds.train_test_split(test_size=0.1, seed=0), or ds.slice(None, '90%') and ds.slice('90%').",
+        "chain": "Use midepoch.concat([a, b]).",
+        "interleave": "Use midepoch.mix([a, b], weights=…).",
+        "Checkpoint": "Use midepoch.PipelineCheckpoint, or midepoch.checkpoint.",
+    }
+)
 """Names that do not exist in the package."""

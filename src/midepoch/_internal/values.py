@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import operator
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 LARGEST = 2**62
@@ -25,6 +25,17 @@ def integer(value: Any, what: str, least: int = 0, hint: str = "") -> int:
     if not least <= number < LARGEST:
         raise ValueError(f"{what}: expected at least {least}, got {value}{'. ' * bool(hint)}{hint}")
     return number
+
+
+def one_of(value: Any, allowed: Sequence[Any], what: str, hint: str = "") -> Any:
+    """Return the value. Raise ValueError if it is not one of those that are allowed.
+
+    ``hint``: a sentence for what else people pass.
+    """
+    if value not in allowed:
+        names = f"{', '.join(map(repr, allowed[:-1]))} or {allowed[-1]!r}"
+        raise ValueError(f"{what} must be {names}, got {value!r:.60}{'. ' * bool(hint)}{hint}")
+    return value
 
 
 def reason(problem: BaseException) -> str:

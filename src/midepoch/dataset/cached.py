@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import logging
 import os
+from collections.abc import Iterator
 from contextlib import closing, suppress
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("midepoch")
 
-VERSION = 2
+VERSION = 3
 """Number of the layout of a folder, and of everything else that is not part of the pipeline."""
 _ROOM = "What was written is kept: make room, or choose another folder with cache(directory)."
 
@@ -45,13 +46,13 @@ def cached(ds: Dataset, directory: str | os.PathLike[str] | None, num_workers: i
     root = chosen.absolute()
     folder = root / _key(ds.pipeline, key)
     if not (folder / parts.COMPLETE).exists():
-        writer = _Writer(ds, PartWriter(folder, "cache", _ROOM), num_workers)
-        with writer.parts.writing():
+        writer = PartWriter(folder, "cache", _ROOM)
+        with writer.writing():
             make_private(folder)
         with closing(LockFile(folder / "lock")) as lock, lock.held(f"writing the cache {folder}"):
             if not (folder / parts.COMPLETE).exists():  # by another process, meanwhile
                 with shown("caching", "rows") as report:
-                    writer.write(report)
+                    _write(ds, writer, num_workers, report)
     source = parts.open_parts(folder)
     if source is None:
         raise DataNotFoundError("cache: there are no rows to cache. Check that the filters keep some.")
@@ -119,77 +120,53 @@ def _data_of(source: Source) -> list[Any]:
     return [source.fingerprint, *((file.path, file.size, file.mtime_ns, file.etag) for file in source.files)]
 
 
-@dataclass
-class _Writer:
-    """Writes the rows in parts, each with the state after it: an interrupted run continues after its last part."""
+def _write(ds: Dataset, writer: PartWriter, num_workers: int, report: Progress) -> None:
+    """Write the rows in parts, each with the state after it: an interrupted run continues after its last part."""
+    sweep(writer.folder, ".*.tmp")
+    spec = replace(ds.pipeline, format="arrow", global_seed=0)  # the same draws in every run
+    with type(ds)(spec).loader(parts.ROWS, num_workers, rank=0, world_size=1, last_batch="uneven") as loader:
+        done = _resume(writer, loader)
+        loader.set_epoch(0)  # a state after the last row must not continue with another epoch
 
-    ds: Dataset
-    parts: PartWriter
-    num_workers: int
-    rows: int = 0
-    part_rows: int = 0  # the same for all parts, whichever process writes them
-
-    def write(self, report: Progress) -> None:
-        folder = self.parts.folder
-        sweep(folder, ".*.tmp")
-        spec = replace(self.ds.pipeline, format="arrow", global_seed=0)  # the same draws in every run
-        ds = type(self.ds)(spec)
-        total = spec.shard.before(spec.numbered or 0)
-        with ds.loader(parts.ROWS, self.num_workers, rank=0, world_size=1, last_batch="uneven") as loader:
-            self._resume(loader)
-            if self.rows:
-                _log.info("the cache %s is continued at row %d", folder, self.rows)
-            report(self.rows, total)
-            part: list[pa.Table] = []
-            rows = 0
-            loader.set_epoch(0)  # a state after the last row must not continue with another epoch
+        def tables() -> Iterator[pa.Table]:
             for table in loader:
-                part.append(parts.copied(self._fitted(table)))
-                rows += table.num_rows
-                self.part_rows = self.part_rows or parts.part_rows(part[0])
-                report(self.rows + rows, total)
-                if rows >= self.part_rows:
-                    self._finish(part, rows, loader.state_dict())
-                    part, rows = [], 0
-            if part:
-                self._finish(part, rows, loader.state_dict())
-        self.parts.complete({"version": VERSION, "rows": self.rows})
+                if writer.schema is None:
+                    writer.schema = _with_features(ds, table.schema.remove_metadata())
+                yield writer.fitted(table)
 
-    def _resume(self, loader: Any) -> None:
-        """Continue after the last part that was finished."""
-        state: Any = None
-        done = self.parts
-        while (note := done.folder / f"{parts.part_name(len(done.schemas))}.json").exists():
-            try:
-                about = json.loads(note.read_bytes())
-                done.schema = pa.ipc.open_file(pa.memory_map(str(note.with_suffix("")))).schema
-            except (OSError, ValueError):
-                break
-            done.schemas.append(done.schema)
-            self.rows, state = self.rows + about["rows"], about["state"]
-            self.part_rows = about["part_rows"]
-        if state is not None:
-            try:
-                loader.load_state_dict(state)
-            except StateError as problem:  # of another version: begin again
-                _log.warning("the cache %s is written again: %s", done.folder, problem)
-                done.schema, done.schemas, self.rows, self.part_rows = None, [], 0, 0
+        def note(name: str, rows: int) -> None:
+            writer.note(f"{name}.json", {"rows": rows, "state": loader.state_dict()})
 
-    def _fitted(self, table: pa.Table) -> pa.Table:
-        if self.parts.schema is None:
-            self.parts.schema = self._with_features(table.schema)
-        return self.parts.fitted(table)
+        rows = writer.write_all(tables(), report, spec.shard.before(spec.numbered or 0), done, note)
+    writer.complete({"version": VERSION, "rows": rows})
 
-    def _with_features(self, schema: pa.Schema) -> pa.Schema:
-        """Return the schema with the Hugging Face features of its columns, if there are any."""
-        plain = schema.remove_metadata()
-        if any(leaf.source.features for leaf in self.ds.pipeline.node.leaves) or classes_of(self.ds):
-            with suppress(MidepochError, ImportError):
-                return plain.with_metadata(features_of(self.ds, plain).arrow_schema.metadata)
-        return plain
 
-    def _finish(self, tables: list[pa.Table], rows: int, state: Any) -> None:
-        """Write a part, then the state after it."""
-        name = self.parts.finish(tables)
-        self.parts.note(f"{name}.json", {"rows": rows, "part_rows": self.part_rows, "state": state})
-        self.rows += rows
+def _resume(writer: PartWriter, loader: Any) -> int:
+    """Continue after the last part that was finished. Return the number of rows before."""
+    rows, state = 0, None
+    while (note := writer.folder / f"{parts.part_name(len(writer.schemas))}.json").exists():
+        try:
+            about = json.loads(note.read_bytes())
+            writer.schema = pa.ipc.open_file(pa.memory_map(str(note.with_suffix("")))).schema
+        except (OSError, ValueError):
+            break
+        writer.schemas.append(writer.schema)
+        rows, state = rows + about["rows"], about["state"]
+    if state is None:
+        return 0
+    try:
+        loader.load_state_dict(state)
+    except StateError as problem:  # of another version: begin again
+        _log.warning("the cache %s is written again: %s", writer.folder, problem)
+        writer.schema, writer.schemas = None, []
+        return 0
+    _log.info("the cache %s is continued at row %d", writer.folder, rows)
+    return rows
+
+
+def _with_features(ds: Dataset, schema: pa.Schema) -> pa.Schema:
+    """Return the schema with the Hugging Face features of its columns, if there are any."""
+    if any(leaf.source.features for leaf in ds.pipeline.node.leaves) or classes_of(ds):
+        with suppress(MidepochError, ImportError):
+            return schema.with_metadata(features_of(ds, schema).arrow_schema.metadata)
+    return schema

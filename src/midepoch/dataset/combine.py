@@ -9,6 +9,7 @@ from os import PathLike
 from typing import Any
 
 from midepoch._internal.hints import hinted, name_of, remedy_for, warn_once
+from midepoch._internal.values import one_of
 from midepoch.dataset import Dataset, habits
 from midepoch.errors import ColumnError, DataNotFoundError, MidepochError
 from midepoch.order.bijection import check_seed
@@ -146,12 +147,8 @@ def interleave_datasets(
     """
     if isinstance(seed, str):
         raise TypeError(f"interleave_datasets: the third argument is the seed, got {seed!r}. Name stopping_strategy=….")
-    if stopping_strategy not in _STOPS:
-        names = ", ".join(map(repr, _STOPS))
-        raise ValueError(
-            f"stopping_strategy must be one of {names}, got {stopping_strategy!r}. To have every row once, in no "
-            "particular shares, use concat([a, b]).shuffle(seed=…)."
-        )
+    hint = "To have every row once, in no particular shares, use concat([a, b]).shuffle(seed=…)."
+    one_of(stopping_strategy, tuple(_STOPS), "stopping_strategy", hint)
     return mix(datasets, probabilities, 0 if seed is None else seed, _STOPS[stopping_strategy])
 
 
@@ -212,11 +209,14 @@ def _parts(sources: Any, what: str) -> tuple[Node, ...]:
 def _combined(base: Combination, sources: Sequence[Dataset]) -> Dataset:
     if isinstance(base, Concat):
         base.schema.check()  # here, not in the first batch
-    formats = {source.pipeline.format for source in sources}
-    lanes, given = _lanes_of(sources)
-    return Dataset(
-        PipelineSpec(Node(base), formats.pop() if len(formats) == 1 else None, lanes=lanes, lanes_chosen=given)
-    )
+    specs = [source.pipeline for source in sources]
+    formats, lanes = {spec.format for spec in specs}, {spec.lanes for spec in specs if spec.lanes_chosen}
+    if len(lanes) > 1:
+        raise ValueError(
+            f"the parts have different numbers of lanes: {sorted(lanes)}. Call with_lanes on the combination instead."
+        )
+    common = formats.pop() if len(formats) == 1 else None
+    return Dataset(PipelineSpec(Node(base), common, lanes=max(lanes, default=1), lanes_chosen=bool(lanes)))
 
 
 def _node_of(given: Any) -> Node:
@@ -232,13 +232,3 @@ def _node_of(given: Any) -> Node:
             "a dataset into which a state was loaded cannot be combined. Load the state into the combination."
         )
     return given.pipeline.node
-
-
-def _lanes_of(parts: Sequence[Dataset]) -> tuple[int, bool]:
-    """Return the number of lanes that was chosen for the parts, and True if one was."""
-    given = {part.pipeline.lanes for part in parts if part.pipeline.lanes_chosen}
-    if len(given) > 1:
-        raise ValueError(
-            f"the parts have different numbers of lanes: {sorted(given)}. Call with_lanes on the combination instead."
-        )
-    return (given.pop(), True) if given else (1, False)

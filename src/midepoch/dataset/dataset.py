@@ -8,7 +8,6 @@ import sys
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 from midepoch._internal import html
@@ -17,15 +16,8 @@ from midepoch._internal.resumable import Resumable
 from midepoch._internal.values import integer
 from midepoch.dataset import functions, habits, reading, rows, steps
 from midepoch.dataset.cached import cached
-from midepoch.iteration.iterators import BatchIterator, RandomAccess, RowIterator
-from midepoch.iteration.state import (
-    IterationState,
-    is_registered,
-    register_with_torch,
-    warn_of_all_rows,
-    warn_of_dropped_rows,
-    warn_of_plain_trainer,
-)
+from midepoch.iteration.iterators import RandomAccess
+from midepoch.iteration.state import IterationState, is_registered, register_with_torch, warn_of_loops
 from midepoch.pipeline.cursor import Cursor
 from midepoch.pipeline.lanes import estimated_length, known_length
 from midepoch.pipeline.leaf import Leaf
@@ -34,7 +26,6 @@ from midepoch.pipeline.spec import PipelineSpec
 from midepoch.transforms import Decode, FilterExpression, Function, SelectColumns, Step
 from midepoch.transforms.batch import check_columns
 from midepoch.transforms.formats import ITEMS, check_format
-from midepoch.transforms.media.images import installed
 from midepoch.transforms.packing import PackSpec
 
 if TYPE_CHECKING:
@@ -145,7 +136,7 @@ class Dataset(Resumable):
     @property
     def epoch(self) -> int:
         """The epoch of ``iter()``. Setting it calls ``set_epoch``."""
-        return self._iteration.shared.epoch
+        return int(self._iteration.shared.epoch)
 
     @epoch.setter
     def epoch(self, epoch: int) -> None:
@@ -167,27 +158,24 @@ class Dataset(Resumable):
         return self.pipeline.files
 
     def __repr__(self) -> str:
-        spec = self.pipeline
-        leaf = spec.node.base if isinstance(spec.node.base, Leaf) else None
-        parts = [spec.node.text if spec.numbered is None else f"{len(self):,} rows"]
-        parts.append(spec.files_text)
-        if not isinstance(spec.node.base, Leaf):
-            parts.append(f"{len(spec.node.base.parts)} parts")
-        if leaf is not None and (shuffle := leaf.order.shuffle) is not None:
-            parts.append(shuffle.text)
+        spec, base, at, of = self.pipeline, self.pipeline.node.base, self._iteration.cursor(), ""
+        parts = [spec.node.text, spec.files_text]
+        if spec.numbered is not None:
+            parts[0], of = f"{len(self):,} rows", f" of {spec.numbered:,}"
+        if not isinstance(base, Leaf):
+            parts.append(f"{len(base.parts)} parts")
+        elif base.order.shuffle is not None:
+            parts.append(base.order.shuffle.text)
         if spec.lanes > 1 and spec.numbered is None:
             parts.append(f"{spec.lanes} lanes")
         if spec.shard.count > 1:
             parts.append(f"shard {spec.shard.index} of {spec.shard.count}")
-        names = [step.name for step in leaf.steps if isinstance(step, (Function, Decode))] if leaf is not None else []
-        if names:
+        if names := [step.name for step in getattr(base, "steps", ()) if isinstance(step, (Function, Decode))]:
             parts.append(f"maps: {', '.join(names)}")
         parts.append(f"columns: {', '.join(self._columns)}" if self._columns is not None else "columns: from a map")
         if spec.format:
             parts.append(f"format={spec.format}")
-        at = self._iteration.cursor()
         if at != Cursor():
-            of = "" if spec.numbered is None else f" of {spec.numbered:,}"
             parts.append(f"at epoch {at.epoch}, position {at.position:,}{of}")
         return f"{type(self).__name__}({'; '.join(parts)})"
 
@@ -212,7 +200,7 @@ class Dataset(Resumable):
         """Return the first rows of the epoch as stored. None if that could take long: by functions, or from a store."""
         spec = self.pipeline
         remote = any(leaf.source.access and not leaf.source.access.store.local for leaf in spec.node.leaves)
-        if spec.numbered is None or not len(self) or self._functions or self._has_items or remote:
+        if spec.numbered is None or not len(self) or spec.node.functions or self._has_items or remote:
             return []
         try:
             found: list[dict[str, Any]] = self.with_format("arrow")[: min(_SHOWN, len(self))].to_pylist()
@@ -251,10 +239,6 @@ class Dataset(Resumable):
     shard = rows.shard
 
     @property
-    def _functions(self) -> int:
-        return self.pipeline.node.functions
-
-    @property
     def _input_format(self) -> str:
         return "python" if self.pipeline.format in (None, ITEMS) else self.pipeline.format
 
@@ -262,21 +246,9 @@ class Dataset(Resumable):
     def _has_items(self) -> bool:
         return self.pipeline.format == ITEMS
 
-    @property
-    def _tensors(self) -> bool:
-        return self.pipeline.format in (None, "torch") and installed("torch")
-
-    @property
-    def _skips(self) -> bool:
-        return any(leaf.on_error == "skip" for leaf in self.pipeline.node.leaves)
-
     def _feature(self, column: str) -> str | None:
         found = [leaf.source.features.get(leaf.head.get(column, "")) for leaf in self.pipeline.node.leaves]
         return next((each["_type"] for each in found if isinstance(each, dict) and "_type" in each), None)
-
-    @property
-    def _lists(self) -> tuple[str, ...] | None:
-        return self.pipeline.node.known.lists
 
     @property
     def _columns(self) -> tuple[str, ...] | None:
@@ -411,16 +383,13 @@ class Dataset(Resumable):
         raise TypeError("datasets are concatenated with midepoch.concat([a, b]), and mixed with midepoch.mix([a, b]).")
 
     def __iter__(self) -> Iterator[Any]:
-        here, self._pass = self._iteration, None
-        warn_of_dropped_rows(sys._getframe(1))
-        warn_of_all_rows(sys._getframe(1), self.pipeline.shard)
-        warn_of_plain_trainer(sys._getframe(1))
-        return here.follow(RowIterator(here.start_from(here.begin()), here))
+        self._pass = None
+        warn_of_loops(sys._getframe(1), self.pipeline.shard)
+        return self._iteration.iterate()
 
     def iter(self, batch_size: int, drop_last_batch: bool = False) -> Iterator[Any]:
         """Iterate batches of the current epoch as columns. The state follows as for rows."""
-        here, size = self._iteration, integer(batch_size, "iter", 1)
-        return here.follow(BatchIterator(here.start_from(here.begin()), here, size, drop_last_batch))
+        return self._iteration.iterate(integer(batch_size, "iter", 1), drop_last_batch)
 
     # The cursor
 
@@ -572,54 +541,14 @@ class Dataset(Resumable):
         ``zip``; the main process runs the steps that follow, and ``collate_fn`` after such steps or after batched
         functions.
         """
-        from midepoch.loader.batching import Batching
+        arguments = {**locals()}  # of this method, by their names
         from midepoch.loader.make import make_loader
 
-        if batch_size is UNSET and self.pipeline.node.schedule is not None:
-            batch_size = self.pipeline.node.schedule
-        if batch_size is UNSET and max_tokens is None:
+        if batch_size is UNSET and self.pipeline.node.schedule is None and max_tokens is None:
             raise TypeError("Dataset.loader() needs batch_size, or max_tokens. For example ds.loader(batch_size=32).")
-        if prefetch is not None and prefetch_factor is not None:
-            raise ValueError("prefetch and prefetch_factor are two names of one setting. Omit one of them.")
-        here = self._iteration
-        made = make_loader(
-            self.pipeline,
-            here.start._replace(epoch=self.epoch),
-            named=here.shared.named,
-            batch_size=None if batch_size is UNSET else batch_size,
-            num_workers=num_workers,
-            drop_last=drop_last,
-            collate_fn=collate_fn,
-            prefetch=prefetch_factor if prefetch is None else prefetch,
-            pin_memory=pin_memory,
-            persistent_workers=persistent_workers,
-            rank=rank,
-            world_size=world_size,
-            data_parallel=data_parallel,
-            last_batch=last_batch,
-            audit=audit,
-            multiprocessing_context=multiprocessing_context,
-            collate_columns=collate_columns,
-            worker_type=worker_type,
-            device=device,
-            worker_init_fn=worker_init_fn,
-            timeout=timeout,
-            provenance=provenance,
-            dataset=self,
-            read_column=partial(reading.column_values, self),
-            batching=Batching(
-                max_tokens,
-                length,
-                layout,
-                pad_to_multiple_of,
-                pad_values,
-                bucket_window,
-                balance,
-                context_parallel,
-                cp_layout,
-                steps_per_epoch,
-            ),
-        )
+        if batch_size is UNSET:
+            arguments["batch_size"] = self.pipeline.node.schedule
+        made = make_loader(arguments.pop("self"), **arguments)
         self._last_loader = weakref.ref(made)
         return made
 

@@ -10,11 +10,11 @@ from __future__ import annotations
 import builtins
 import copyreg
 import dis
-import enum
 import functools
 import hashlib
 import importlib.util
 import json
+import operator
 import os
 import sys
 import sysconfig
@@ -80,16 +80,8 @@ class _Digest:
             return _hashed("set", *sorted(map(self.of, value)))
         if kind in (dict, types.MappingProxyType):  # in order, which a function may depend on
             return self._parts("dict", (each for item in value.items() for each in item))
-        if kind is np.ndarray and value.dtype.kind in "biufcSUMmV" and not value.dtype.hasobject:
-            return _hashed(f"array {value.dtype.descr} {value.shape}", np.ascontiguousarray(value).tobytes())
-        if kind is np.ndarray:
-            return self._parts("array", (str(value.dtype), value.shape, value.tolist()))
-        if isinstance(value, enum.Enum):
-            return self._parts("enum", (kind.__qualname__, value.name, value.value))
         if kind in _FUNCTIONS:
             return self._parts(kind.__name__, _FUNCTIONS[kind](value))
-        if kind is types.CodeType:
-            return self._code(value)
         if kind is types.ModuleType:
             return self._module(value)
         if kind is types.FunctionType:
@@ -102,9 +94,6 @@ class _Digest:
 
     def _parts(self, kind: str, values: Any) -> bytes:
         return _hashed(kind, *(self.of(each) for each in values))
-
-    def _code(self, code: types.CodeType) -> bytes:
-        return self._parts("code", (code.co_code, code.co_names, code.co_varnames, code.co_freevars, code.co_consts))
 
     def _module(self, module: types.ModuleType) -> bytes:
         """A module of the user that is used as a whole is its file, and the modules of the user that it imports."""
@@ -169,6 +158,7 @@ class _Digest:
 
 
 _FUNCTIONS: dict[type, Callable[[Any], tuple[Any, ...]]] = {
+    types.CodeType: operator.attrgetter("co_code", "co_names", "co_varnames", "co_freevars", "co_consts"),
     functools.partial: lambda value: (value.func, value.args, value.keywords, vars(value)),
     types.MethodType: lambda value: (value.__func__, value.__self__),
     property: lambda value: (value.fget, value.fset, value.fdel),
@@ -177,7 +167,7 @@ _FUNCTIONS: dict[type, Callable[[Any], tuple[Any, ...]]] = {
     functools.cached_property: lambda value: (value.func,),
     functools.partialmethod: lambda value: (value.func, value.args, value.keywords),
 }
-"""Objects around functions, and what they are made of."""
+"""Code, objects around functions, and what they are made of."""
 
 
 def _module_of(kind: type) -> str:
@@ -188,41 +178,30 @@ def _module_of(kind: type) -> str:
 def _simple(value: Any) -> tuple[str, bytes] | None:
     """Return the kind of a plain value and its bytes, or None for others."""
     kind = type(value)
-    if value is None or value is Ellipsis or kind in (bool, int, float, complex, str):
+    if value is None or kind in (bool, int, float, complex, str):
         return kind.__name__, repr(value).encode()
     if kind in (bytes, bytearray):
         return "bytes", bytes(value)
-    if isinstance(value, np.dtype):
-        return "dtype", repr(value.descr if value.fields else value).encode()
-    if isinstance(value, np.generic) and not value.dtype.hasobject:
-        return f"numpy {value.dtype.descr}", value.tobytes()
     if _module_of(kind).partition(".")[0] == "pyarrow":
         return _arrow(value)
     return None
 
 
 def _arrow(value: Any) -> tuple[str, bytes] | None:
-    """Return the bytes of a type, a schema, an expression or of data. Their texts are abbreviated."""
+    """Return the bytes of data, without those of unused memory. None for anything else."""
     import pyarrow as pa
 
-    if isinstance(value, pa.Scalar):
-        value = pa.repeat(value, 1)
+    table = value
     if isinstance(value, (pa.Array, pa.ChunkedArray)):
-        value = pa.table({"": value})
-    if isinstance(value, (pa.Table, pa.RecordBatch)):
-        table = pa.Table.from_batches([value]) if isinstance(value, pa.RecordBatch) else value
-        sink = pa.BufferOutputStream()
-        with pa.ipc.new_stream(sink, table.schema) as writer:
-            writer.write_table(table.combine_chunks())
-        return type(value).__name__, sink.getvalue().to_pybytes()
-    if isinstance(value, pa.DataType):
-        value = pa.schema([("", value)])
-    if isinstance(value, pa.Schema):
-        return "schema", value.serialize().to_pybytes()
-    if type(value).__name__ == "Expression":
-        (data, *_) = value.__reduce__()[1]
-        return "expression", bytes(data)
-    return None
+        table = pa.table({"": value})
+    elif isinstance(value, pa.RecordBatch):
+        table = pa.Table.from_batches([value])
+    if not isinstance(table, pa.Table):
+        return None
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, table.schema) as writer:
+        writer.write_table(table.combine_chunks())
+    return type(value).__name__, sink.getvalue().to_pybytes()
 
 
 def _hashed(kind: str, *parts: bytes) -> bytes:

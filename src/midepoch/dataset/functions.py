@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 
 from midepoch._internal.hints import nearest, warn_once
-from midepoch._internal.values import integer
+from midepoch._internal.values import integer, one_of
 from midepoch.pipeline.node import Mix, Rebatch
 from midepoch.transforms import FilterExpression, FilterRows, FlatMap, Map
 from midepoch.transforms.batch import check_columns
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from midepoch.dataset.dataset import Dataset
 
 D = TypeVar("D", bound="Dataset")
+ON_ERROR = ("raise", "skip")
 _log = logging.getLogger("midepoch")
 
 
@@ -72,13 +73,10 @@ def map(  # noqa: A001  (the name of the method)
         raise ValueError("drop_last_batch=True requires batched=True")
     if not one_to_one and not batched:
         raise ValueError("one_to_one=False requires batched=True. Use flat_map for a function of one row.")
+    options = (with_indices, with_generator, input_columns, fn_kwargs, seed_globals, on_error)
     step = Map(
-        **function_arguments(
-            self, function, "map", batched, batch_size, with_indices, with_generator, input_columns, fn_kwargs
-        ),
+        **_arguments(self, "map", function, batched, batch_size, *options),
         remove_columns=names_of(remove_columns or ()),
-        seed_globals=seed_globals,
-        on_error=check_on_error(on_error),
         one_to_one=one_to_one,
         drop_last=drop_last_batch,
     )
@@ -108,14 +106,8 @@ def filter(  # noqa: A001
     compute = sys.modules.get("pyarrow.compute")  # an expression implies that it is imported: 50 ms
     if compute is not None and isinstance(condition, compute.Expression):
         return self._with_step(FilterExpression(condition))
-    step = FilterRows(
-        **function_arguments(
-            self, condition, "filter", batched, batch_size, with_indices, with_generator, input_columns, fn_kwargs
-        ),
-        seed_globals=seed_globals,
-        on_error=check_on_error(on_error),
-    )
-    return self._with_step(step)
+    options = (with_indices, with_generator, input_columns, fn_kwargs, seed_globals, on_error)
+    return self._with_step(FilterRows(**_arguments(self, "filter", condition, batched, batch_size, *options)))
 
 
 def flat_map(
@@ -130,14 +122,8 @@ def flat_map(
     on_error: str = "raise",
 ) -> D:
     """Replace each row by the rows that a function returns (a list of dicts, possibly empty)."""
-    step = FlatMap(
-        **function_arguments(
-            self, function, "flat_map", False, 1, with_indices, with_generator, input_columns, fn_kwargs
-        ),
-        seed_globals=seed_globals,
-        on_error=check_on_error(on_error),
-    )
-    return self._with_step(step)
+    options = (with_indices, with_generator, input_columns, fn_kwargs, seed_globals, on_error)
+    return self._with_step(FlatMap(**_arguments(self, "flat_map", function, False, 1, *options)))
 
 
 def with_transform(
@@ -151,9 +137,7 @@ def with_transform(
     if not callable(transform):
         raise TypeError(f"with_transform takes a function, got {transform!r}")
     ds = self if columns is None else self.select_columns(columns)
-    return ds._with_step(
-        Map(**function_arguments(ds, Transform(transform), "with_transform", False, 1, False, False, None))
-    )
+    return ds._with_step(Map(**_arguments(ds, "with_transform", Transform(transform), False, 1)))
 
 
 def tokenize(
@@ -172,19 +156,17 @@ def tokenize(
     """
     if not isinstance(column, str):
         raise TypeError(f"tokenize takes the name of one column, got {column!r:.60}. Join several with map first.")
-    for option in ("columns", "text_column", "batched"):
-        if option in options:
-            hint = "It runs on groups of batch_size= rows: omit it." if option == "batched" else "Did you mean column=?"
-            raise TypeError(f"tokenize() has no argument {option!r}. {hint}")
+    known = dict.fromkeys(("columns", "text_column"), "Did you mean column=?")
+    known["batched"] = "It runs on groups of batch_size= rows: omit it."
+    for option in options.keys() & known:
+        raise TypeError(f"tokenize() has no argument {option!r}. {known[option]}")
     unknown = sorted(options.keys() - {"add_special_tokens", "is_pretokenized"})
     if unknown and hasattr(tokenizer, "token_to_id"):
         raise TypeError(
             f"tokenize({', '.join(f'{option}=…' for option in unknown)}) is for a transformers tokenizer. Configure a "
             "tokenizers tokenizer itself: enable_truncation(128), enable_padding()."
         )
-    made = function_arguments(
-        self, Tokenize(tokenizer, output, options), "tokenize", True, batch_size, False, False, column
-    )
+    made = _arguments(self, "tokenize", Tokenize(tokenizer, output, options), True, batch_size, input_columns=column)
     if not is_tokenizer(tokenizer):
         remedy = (
             f"Pass AutoTokenizer.from_pretrained({tokenizer!r})."
@@ -200,8 +182,9 @@ def tokenize(
 
 def with_classes(self: D, column: str, names: tuple[str, ...]) -> D:
     """Replace the names of classes in a column by their numbers."""
-    made = function_arguments(self, ClassCodes(column, names), "class_encode_column", True, 1000, False, False, column)
-    return self._with_step(Map(**made, rowwise=True, seed_globals=False))
+    codes = ClassCodes(column, names)
+    made = _arguments(self, "class_encode_column", codes, True, input_columns=column, seed_globals=False)
+    return self._with_step(Map(**made, rowwise=True))
 
 
 _NO_LENGTH = 10**20
@@ -214,31 +197,28 @@ def _check_options(tokenizer: Any, options: Mapping[str, Any]) -> None:
     known = inspect.signature(type(tokenizer).__call__).parameters
     if "return_tensors" in options:
         raise TypeError("tokenize() makes lists, which loader(…, layout='padded') pads. Omit return_tensors.")
-    for name in options:
-        if name not in known:
-            hint = (
-                "Columns are removed by ds.remove_columns(…)."
-                if name == "remove_columns"
-                else nearest(name, known, "{}=")
-            )
-            raise TypeError(f"tokenize: the tokenizer has no argument {name!r}. {hint}".rstrip())
+    for name in options.keys() - known:
+        hint = "Remove columns by ds.remove_columns(…)." if name == "remove_columns" else nearest(name, known, "{}=")
+        raise TypeError(f"tokenize: the tokenizer has no argument {name!r}. {hint}".rstrip())
     endless = getattr(tokenizer, "model_max_length", 0) > _NO_LENGTH  # as transformers writes "none"
     if options.get("truncation") and options.get("max_length") is None and endless:
         _log.warning("tokenize(truncation=True): this tokenizer has no greatest length. Pass max_length=…, too.")
 
 
-def function_arguments(
+def _arguments(
     self: D,
-    function: Any,
     kind: str,
+    function: Any,
     batched: bool,
-    batch_size: int,
-    with_indices: bool,
-    with_generator: bool | str,
-    input_columns: str | Sequence[str] | None,
+    batch_size: int = 1000,
+    with_indices: bool = False,
+    with_generator: bool | str = False,
+    input_columns: str | Sequence[str] | None = None,
     fn_kwargs: Mapping[str, Any] | None = None,
+    seed_globals: bool = True,
+    on_error: str = "raise",
 ) -> dict[str, Any]:
-    """Check the arguments that maps and filters have in common."""
+    """Check the arguments that maps and filters have in common. ``kind``: the method of the dataset."""
     if not isinstance(fn_kwargs, Mapping | None):
         raise TypeError(f"{kind}(fn_kwargs=…) takes a dict of arguments by name, got {fn_kwargs!r:.60}")
     if not callable(function):
@@ -289,14 +269,16 @@ def function_arguments(
         function, used = OfItem(function, kind), (ITEM,)
     return {
         "function": function,
-        "number": self._functions,
+        "number": self.pipeline.node.functions,
         "batched": batched,
         "batch_size": integer(batch_size, f"{kind}(batch_size=…)", 1),
         "with_indices": with_indices,
-        "with_generator": _generator(with_generator),
+        "with_generator": one_of(with_generator, (True, False, "numpy", "torch"), "with_generator"),
         "input_columns": used,
         "fn_kwargs": dict(fn_kwargs or {}),
         "input_format": self._input_format,
+        "seed_globals": seed_globals,
+        "on_error": one_of(on_error, ON_ERROR, "on_error"),
     }
 
 
@@ -327,19 +309,6 @@ def check_used(self: Dataset, wanted: Sequence[str], what: str, remedy: str) -> 
                 remedy = f"Rename one before the mix, for example rename_column({present[0]!r}, {name!r})."
             break
     check_columns(wanted, present, what, remedy)
-
-
-def check_on_error(given: str) -> str:
-    """Return the rule for failures. Raise ValueError for another one."""
-    if given not in ("raise", "skip"):
-        raise ValueError(f"on_error must be 'raise' or 'skip', got {given!r}")
-    return given
-
-
-def _generator(given: bool | str) -> bool | str:
-    if given not in (True, False, "numpy", "torch"):
-        raise ValueError(f"with_generator must be True, False, 'numpy' or 'torch', got {given!r}")
-    return given
 
 
 def _name(function: Any) -> str:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+from pyarrow.ipc import get_record_batch_size
 
 from midepoch._internal.progress import Progress
 from midepoch.errors import ColumnError, MidepochError
@@ -27,12 +29,6 @@ COMPLETE = "complete.json"
 
 def part_name(number: int) -> str:
     return f"part-{number:05}.arrow"
-
-
-def part_rows(table: pa.Table) -> int:
-    """Return the number of rows of a part: a power of two of batches, so that it hardly depends on the first one."""
-    batches = max(1, int(PART_BYTES // max(1, table.nbytes * ROWS // max(1, table.num_rows))))
-    return ROWS * (1 << (batches.bit_length() - 1))
 
 
 def open_parts(folder: Path) -> Source | None:
@@ -91,20 +87,33 @@ class PartWriter:
         self.schemas.append(self.schema)
         return name
 
-    def write_all(self, tables: Iterable[pa.Table], report: Progress, total: int = 0) -> int:
-        """Write tables in parts of ``PART_BYTES``, and return the number of rows. ``total``: all rows, if known."""
+    def write_all(
+        self,
+        tables: Iterable[pa.Table],
+        report: Progress,
+        total: int = 0,
+        done: int = 0,
+        finished: Callable[[str, int], None] | None = None,
+    ) -> int:
+        """Write tables in parts of ``PART_BYTES``, and return the number of rows with those that were ``done``.
+
+        ``total``: all rows, if known. ``finished``: called with the name and the rows of each part. Where a part ends
+        depends only on the values of its rows.
+        """
         part: list[pa.Table] = []
         rows = size = 0
-        for table in tables:
-            part.append(table)
-            rows, size = rows + table.num_rows, size + table.nbytes
-            report(rows, total)
-            if size >= PART_BYTES:
-                self.finish(part)
-                part, size = [], 0
-        if part:
-            self.finish(part)
-        return rows
+        report(done, total)
+        for table in chain(tables, [None]):
+            if table is not None:
+                part.append(copied(table))
+                rows, size = rows + table.num_rows, size + sum(map(get_record_batch_size, part[-1].to_batches()))
+                report(done + rows, total)
+            if part and (table is None or size >= PART_BYTES):
+                name = self.finish(part)
+                if finished is not None:
+                    finished(name, rows)
+                done, part, rows, size = done + rows, [], 0, 0
+        return done
 
     def complete(self, about: dict[str, Any]) -> None:
         """Write parts again whose types are narrower than those of later ones, then the note that all are written."""

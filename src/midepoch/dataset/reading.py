@@ -20,7 +20,6 @@ from midepoch.pipeline.chunk import materialize
 from midepoch.pipeline.cursor import Cursor
 from midepoch.pipeline.leaf import Leaf
 from midepoch.pipeline.node import Local, Node
-from midepoch.pipeline.spec import PipelineSpec
 from midepoch.read.blocks import plain_schema
 from midepoch.sources.lengths import lengths_of
 from midepoch.transforms import (
@@ -28,7 +27,6 @@ from midepoch.transforms import (
     Decode,
     Function,
     RenameColumns,
-    Step,
     present,
 )
 from midepoch.transforms.batch import check_columns, import_datasets
@@ -62,10 +60,8 @@ def column_names(self: D) -> list[str]:
 def schema(self: D) -> pa.Schema:
     """Return the Arrow schema of a row. If it is known only after a function has run, run the first rows."""
     first = None if self.pipeline.node.known.certain else _first_rows(self)
-    if first is None:
-        return schema_before_running(self)
-    table: Any = present(first, "arrow")
-    return table.schema
+    table: Any = None if first is None else present(first, "arrow")
+    return schema_before_running(self) if table is None else table.schema
 
 
 def schema_before_running(self: D) -> pa.Schema:
@@ -112,7 +108,7 @@ def _first_rows(self: D) -> Batch | None:
     """Run the first rows, and return them. None without rows."""
     spec = self.pipeline
     if spec.numbered is not None:
-        return by_number(self).first(self.epoch, min(len(self), _LOOK)) if len(self) else None
+        return by_number(self).read(self.epoch, np.arange(min(len(self), _LOOK))) if len(self) else None
     cursor = Cursor(self.epoch)
     taken = type(self._iteration)(spec, cursor).open_lanes(cursor).take(1)
     return None if taken is None else materialize(taken.items)
@@ -128,24 +124,21 @@ def by_number(self: D) -> RandomAccess:
 
 def unique(self: D, column: str) -> list[Any]:
     """Return the different values of a column, in the order in which they occur. Reads the column once."""
-    return _unique(self, column, self.pipeline, "unique")
+    return _unique(self, column, "unique")
 
 
-def _unique(self: D, column: str, spec: PipelineSpec, what: str) -> list[Any]:
-    import pyarrow.compute as pc
-
-    found: pa.Array | None = None
-    for table in _tables(self, spec, column, what):
-        values = table.column(0)
-        kind = values.type if found is None else common_type(found.type, values.type)
+def _unique(self: D, column: str, what: str) -> list[Any]:
+    found = pa.chunked_array([[]], pa.null())
+    for table in _tables(self, column, what):
+        kind = common_type(found.type, table.schema.types[0])
         if kind is None or kind.num_fields:
             raise ColumnError(
                 f"{what}: column {column!r} contains {'values of several types' if kind is None else kind}. Map it "
                 "to numbers or texts first."
             )
-        chunks = [chunk.cast(kind) for chunk in (*([] if found is None else [found]), *values.chunks)]
-        found = pc.unique(pa.chunked_array(chunks, kind))
-    return [] if found is None else found.to_pylist()
+        chunks = (*found.chunks, *table.column(0).chunks)
+        found = pa.chunked_array([pa.chunked_array([chunk.cast(kind) for chunk in chunks], kind).unique()])
+    return cast("list[Any]", found.to_pylist())
 
 
 def lengths(self: D, column: str) -> npt.NDArray[np.int64]:
@@ -163,8 +156,15 @@ def lengths(self: D, column: str) -> npt.NDArray[np.int64]:
     if self._columns is not None:
         check_columns([column], self._columns, "lengths")
     leaf = spec.base
-    found = lengths_of(leaf.source, _unchanged(leaf, column), skip_corrupt=leaf.on_error == "skip")
-    selection = leaf.order.selection
+    stored, step = leaf.stored_column(column)
+    if step is not None:
+        changed = step.call if isinstance(step, Function) else step.name if isinstance(step, Decode) else "cast"
+        raise ColumnError(
+            f"lengths: {changed} may change column {column!r}, so that its lengths in the files are not those of the "
+            "rows. Call lengths before that step, or cache() the dataset first."
+        )
+    assert stored is not None  # one of the columns
+    found, selection = lengths_of(leaf.source, stored, skip_corrupt=leaf.on_error == "skip"), leaf.order.selection
     lengths = np.empty(len(selection), np.int64)
     for start in range(0, len(lengths), _PIECE):
         rows = np.arange(start, min(start + _PIECE, len(lengths)), dtype=np.int64)
@@ -174,7 +174,7 @@ def lengths(self: D, column: str) -> npt.NDArray[np.int64]:
 
 def to_pandas(self: D) -> pd.DataFrame:
     """Return all rows as a pandas frame, in memory. For a part of them: ``ds.take(1000).to_pandas()``."""
-    tables = list(_tables(self, self.pipeline))
+    tables = list(_tables(self))
     if not tables:
         return schema_before_running(self).empty_table().to_pandas()
     return pa.concat_tables(tables, promote_options="permissive").to_pandas()
@@ -186,21 +186,23 @@ def class_encode_column(self: D, column: str) -> D:
     The classes are the sorted values, and are then ``ds.features[column].names``.
     """
     spec = replace(self.pipeline, shard=Shard())  # the same classes on all ranks
+    whole = type(self)(spec, Cursor(self.epoch))
     if spec.numbered is not None and len(spec.base.order.selection) < spec.base.source.rows:
         warn_once(
             "class_encode_column: the classes are those of the %s rows selected here. Another part may number them in "
             "another way: call it before train_test_split, select or slice.", f"{spec.numbered:,}",
         )  # fmt: skip
-    values = _unique(self, column, spec, "class_encode_column")
+    values = _unique(whole, column, "class_encode_column")
     return with_classes(self, column, tuple(sorted({str(value) for value in values if value is not None})))
 
 
-def _tables(self: D, spec: PipelineSpec, column: str | None = None, what: str = "") -> Iterator[pa.Table]:
+def _tables(self: D, column: str | None = None, what: str = "") -> Iterator[pa.Table]:
     """Yield all rows as tables, in the order of iteration, whatever the cursor."""
-    if column is not None and self._columns is not None:
-        check_columns([column], self._columns, what)
+    spec = self.pipeline
     ds = type(self)(replace(spec, format="arrow"), Cursor(self.epoch))
     if column is not None:
+        if self._columns is not None:
+            check_columns([column], self._columns, what)
         ds = ds.select_columns(column)
     total = spec.shard.before(spec.numbered or 0)
     with shown("reading", "rows") as report:
@@ -228,24 +230,6 @@ def in_order(self: D, format: str = "arrow") -> D:
     spec = self.pipeline
     leaf = replace(spec.base, order=replace(spec.base.order, shuffle=None, lanes=1))
     return type(self)(replace(spec, node=Node(leaf), shard=Shard(), lanes=1, lanes_chosen=False, format=format))
-
-
-def _unchanged(leaf: Leaf, column: str) -> str:
-    """Return the name of a column in the source. Raise ColumnError if a step may have changed its values."""
-    name, step = leaf.stored_column(column)
-    if step is not None:
-        raise ColumnError(
-            f"lengths: {_described(step)} may change column {column!r}, so that its lengths in the files are not "
-            "those of the rows. Call lengths before that step, or cache() the dataset first."
-        )
-    if name is None:
-        check_columns([column], list(leaf.head), "lengths")
-    assert name is not None
-    return name
-
-
-def _described(step: Step) -> str:
-    return step.call if isinstance(step, Function) else step.name if isinstance(step, Decode) else "cast"
 
 
 class Column(Sequence[Any]):
@@ -290,8 +274,7 @@ class Column(Sequence[Any]):
         if isinstance(key, str):
             self._check_field(key)
             return Column(self._dataset, self.name, (*self._fields, key))
-        found = self._dataset[key]
-        return self._of(found.column(0) if isinstance(found, pa.Table) else found[self.name])
+        return self._of(self._dataset[key])
 
     def _check_field(self, key: str) -> None:
         kind = self._dataset.schema.field(self.name).type
@@ -301,10 +284,11 @@ class Column(Sequence[Any]):
             raise TypeError(f"{self!r} is {kind}, which has no fields: it is indexed by row numbers, got {key!r}")
         check_columns([key], [kind.field(at).name for at in range(kind.num_fields)], repr(self))
 
-    def _of(self, values: Any) -> Any:
-        """Return the field of a struct, of many in any format, or of one."""
+    def _of(self, rows: Any) -> Any:
+        """Return the values of a row, or of rows in any format."""
+        values = rows.column(0) if isinstance(rows, pa.Table) else rows[self.name]
         for name in self._fields:
-            if isinstance(values, (pa.Array, pa.ChunkedArray)):
+            if isinstance(values, pa.ChunkedArray):
                 import pyarrow.compute as pc
 
                 values = pc.struct_field(values, name)
@@ -318,8 +302,7 @@ class Column(Sequence[Any]):
         spec = self._dataset.pipeline
         fresh = type(self._dataset)(spec, Cursor(self._dataset.epoch))
         for batch in fresh.iter(_BATCH):
-            values = self._of(batch.column(0) if isinstance(batch, pa.Table) else batch[self.name])
-            yield from _rows(values)
+            yield from _rows(self._of(batch))
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
         return np.asarray(list(self), dtype=dtype)
@@ -340,10 +323,8 @@ def _rows(values: Any) -> Iterator[Any]:
 
 def column_values(dataset: Dataset, column: str, what: str) -> pa.ChunkedArray:
     """Read a column of all rows, by their numbers: before any shuffle, over all shards."""
-    if dataset._columns is not None:
-        check_columns([column], dataset._columns, what)
     ds = in_order(dataset)
-    tables = list(_tables(ds, ds.pipeline, column, what))
+    tables = list(_tables(ds, column, what))
     values = pa.concat_tables(tables, promote_options="permissive").column(0) if tables else pa.chunked_array([[]])
     if len(values) != len(ds):
         raise ColumnError(

@@ -13,7 +13,7 @@ import pyarrow as pa
 
 from midepoch._internal.hints import warn_once
 from midepoch._internal.progress import shown
-from midepoch._internal.values import integer
+from midepoch._internal.values import integer, one_of
 from midepoch.dataset.reading import column_values, in_order, strata
 from midepoch.distributed.keyvalue import check_agreed, draw_seed
 from midepoch.errors import ColumnError
@@ -56,8 +56,7 @@ def take(self: D, n: int) -> D:
 
     After a step that changes the number of rows: the first n rows of every epoch's order, computed in one lane.
     """
-    n = integer(n, "take", hint=_PART.format("None, '10%'"))
-    return _sliced(self, 0, n)
+    return _sliced(self, 0, integer(n, "take", hint=_PART.format("None, '10%'")))
 
 
 def skip(self: D, n: int) -> D:
@@ -66,8 +65,7 @@ def skip(self: D, n: int) -> D:
     After a step that changes the number of rows: omit the first n rows of every epoch's order, which are computed
     and discarded.
     """
-    n = integer(n, "skip", hint=_PART.format("'10%'"))
-    return _sliced(self, n, None)
+    return _sliced(self, integer(n, "skip", hint=_PART.format("'10%'")), None)
 
 
 def _sliced(self: D, start: int, stop: int | None) -> D:
@@ -113,22 +111,20 @@ def train_test_split(
     rows. The column is read once.
     """
     chosen = selection_of(self, "train_test_split")
+    if stratify_by_column is not None and not shuffle:
+        raise ValueError("train_test_split: stratify_by_column draws rows at random. Omit shuffle=False.")
     train, test = split_sizes(len(chosen), train_size, test_size)
+    drawn = Bijection(len(chosen), derive(check_seed(0 if seed is None else seed), 0, "split"))
     if stratify_by_column is not None:
-        if not shuffle:
-            raise ValueError("train_test_split: stratify_by_column draws rows at random. Omit shuffle=False.")
-        drawn = Bijection(len(chosen), derive(check_seed(0 if seed is None else seed), 0, "split"))
-        parts = stratified(drawn, strata(self, stratify_by_column, "train_test_split"), train, test)
-        return SplitDict({SplitName(name): with_selection(self, chosen.select(rows)) for name, rows in parts.items()})
-    if not shuffle:
+        rows = stratified(drawn, strata(self, stratify_by_column, "train_test_split"), train, test)
+        first, last = map(chosen.select, rows)
+    elif not shuffle:
         first, last = chosen.slice(0, train), chosen.slice(train, train + test)
     else:
-        drawn = Bijection(len(chosen), derive(check_seed(0 if seed is None else seed), 0, "split"))
-        rows = np.sort(drawn(np.arange(test, dtype=np.int64)))
-        last, first = chosen.select(rows), chosen.without(rows)
-        if train + test < len(chosen):
-            others = drawn(np.arange(test + train, len(chosen), dtype=np.int64))
-            first = chosen.without(np.sort(np.concatenate([rows, others])))
+        # The rows of the test, then those of neither part, then those for training, which may be too many to list.
+        tested = np.sort(drawn(np.arange(test, dtype=np.int64)))
+        others = drawn(np.arange(test + train, len(chosen), dtype=np.int64))
+        first, last = chosen.without(np.sort(np.concatenate([tested, others]))), chosen.select(tested)
     return SplitDict({SplitName("train"): with_selection(self, first), SplitName("test"): with_selection(self, last)})
 
 
@@ -199,7 +195,6 @@ def shuffle(self: D, seed: int | None = None, scope: str | None = None, window: 
             "shuffle: rows are drawn by weights, which is a random order already. Omit shuffle(), or call it "
             "instead of weighted() or balanced()."
         )
-    chosen, drawn, agreed = _order_seed(self, seed)
     defaults = frozenset(name for name, value in (("scope", scope), ("window", window)) if value is None)
     scope = scope or self._default_scope or ("window" if leaf.source.fetched else "rows")
     aligned = leaf.source.fetched and scope == "window"
@@ -208,18 +203,19 @@ def shuffle(self: D, seed: int | None = None, scope: str | None = None, window: 
         if scope == "window":  # a random split cuts blocks into many runs: a window has the rows of as many blocks
             blocks = leaf.source.layout.block_starts
             window = max(window, window * (len(leaf.order.selection.boundaries(blocks)) - 1) // max(1, len(blocks) - 1))
-    order = replace(leaf.order, shuffle=Shuffle(chosen, scope, window, aligned))
+    return _ordered(self, seed, lambda seed: Shuffle(seed, scope, window, aligned), defaults)
+
+
+def _ordered(
+    self: D, seed: int | None, shuffle: Callable[[int], Shuffle | Weighted], defaults: frozenset[str] = frozenset()
+) -> D:
+    """Return the dataset in an order by a seed, which is drawn if None."""
+    leaf, drawn, agreed = self.pipeline.base, seed is None, False
+    if seed is None:
+        seed, agreed = draw_seed(f"{leaf.source.fingerprint}/{leaf.order.selection.text}")
+        check_agreed(not agreed, self.pipeline.shard.count)
+    order = replace(leaf.order, shuffle=shuffle(seed))
     return with_leaf(self, replace(leaf, order=order, seed_drawn=drawn, seed_agreed=agreed, defaults=defaults))
-
-
-def _order_seed(self: D, seed: int | None) -> tuple[int, bool, bool]:
-    """Return the seed of an order, drawn if None, with ``seed_drawn`` and ``seed_agreed`` of its leaf."""
-    if seed is not None:
-        return seed, False, False
-    leaf = self.pipeline.base
-    chosen, agreed = draw_seed(f"{leaf.source.fingerprint}/{leaf.order.selection.text}")
-    check_agreed(not agreed, self.pipeline.shard.count)
-    return chosen, True, agreed
 
 
 def _shuffle_outputs(self: D, seed: int | None, scope: str | None, window: int | None) -> D:
@@ -271,8 +267,7 @@ def shard(self: D, num_shards: int, index: int, mode: str = "auto") -> D:
     The state is global: that of any shard restores all, on any number of shards. After steps that change the number
     of rows, each shard computes a lane of its own, and lanes have about the same size.
     """
-    if mode not in ("auto", "file", "example"):
-        raise ValueError(f"mode must be 'auto', 'file' or 'example', got {mode!r}")
+    one_of(mode, ("auto", "file", "example"), "mode")
     spec = self.pipeline
     if spec.shard.count > 1:
         raise ValueError(f"the dataset is already shard {spec.shard.index} of {spec.shard.count}")
@@ -361,18 +356,15 @@ def sort(self: D, by: str | Callable[[dict[str, Any]], Any], *, reverse: bool = 
 
 
 def _drawn(self: D, weights: Any, num_samples: int | None, replacement: bool, seed: int | None) -> D:
-    leaf, values = self.pipeline.base, checked(weights)
-    if len(values) != (rows := len(leaf.order.selection)):
+    values = checked(weights)
+    if len(values) != (rows := len(self.pipeline.base.order.selection)):
         raise ValueError(
             f"expected {rows} weights, one for each row, got {len(values)}. For a weight of each class: "
             "np.array(weights)[np.asarray(ds['label'])], or ds.balanced('label', seed=0)."
         )
     most = rows if replacement else int(np.count_nonzero(values))
     samples = most if num_samples is None else integer(num_samples, "num_samples", 1)
-    chosen, drawn, agreed = _order_seed(self, seed)
-    order = replace(leaf.order, shuffle=Weighted(values, chosen, samples, bool(replacement)))
-    leaf = replace(leaf, order=order, seed_drawn=drawn, seed_agreed=agreed, defaults=frozenset())
-    return with_leaf(self, leaf)
+    return _ordered(self, seed, lambda seed: Weighted(values, seed, samples, bool(replacement)))
 
 
 def _results(self: D, function: Callable[[dict[str, Any]], Any]) -> pa.ChunkedArray:
@@ -396,7 +388,7 @@ def _results(self: D, function: Callable[[dict[str, Any]], Any]) -> pa.ChunkedAr
 
 def stratified(
     drawn: Bijection, classes: npt.NDArray[np.int32], train: int, test: int
-) -> dict[str, npt.NDArray[np.int64]]:
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
     """Return sorted rows for training and for the test, with the proportions of the classes of all rows.
 
     Raises ValueError unless every class can be in both.
@@ -412,11 +404,10 @@ def stratified(
     of_train = apportion([count - taken for count, taken in zip(counts, of_test, strict=True)], train)
     order = drawn(np.arange(len(classes), dtype=np.int64))
     by_class = order[np.argsort(classes[order], kind="stable")]
-    parts: dict[str, list[npt.NDArray[np.int64]]] = {"train": [], "test": []}
-    for rows, first, last in zip(np.split(by_class, np.cumsum(counts)[:-1]), of_test, of_train, strict=True):
-        parts["test"].append(rows[:first])
-        parts["train"].append(rows[first : first + last])
-    return {name: np.sort(np.concatenate(rows)) for name, rows in parts.items()}
+    # Of each class, its first rows are for the test, and the next ones for training.
+    place = np.arange(len(classes)) - np.repeat(np.cumsum(counts) - counts, counts)
+    tests, both = np.repeat(of_test, counts), np.repeat(np.add(of_test, of_train), counts)
+    return np.sort(by_class[(tests <= place) & (place < both)]), np.sort(by_class[place < tests])
 
 
 def _numbers(values: pa.ChunkedArray, column: str) -> npt.NDArray[np.float64]:

@@ -9,15 +9,14 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from midepoch._internal.values import integer
-from midepoch.dataset.functions import check_on_error, check_used, names_of, with_classes
+from midepoch._internal.values import LARGEST, integer, one_of
+from midepoch.dataset.functions import ON_ERROR, check_used, names_of, with_classes
 from midepoch.errors import ColumnError
 from midepoch.order.schedule import Schedule
 from midepoch.pipeline.node import Node, Rebatch
 from midepoch.transforms import (
     Cast,
     Decode,
-    Map,
     RemoveColumns,
     RenameColumns,
     SelectColumns,
@@ -27,6 +26,7 @@ from midepoch.transforms.batch import check_columns
 from midepoch.transforms.columns import inside, types_by_name
 from midepoch.transforms.encode import Tokenize
 from midepoch.transforms.media import decoder_of
+from midepoch.transforms.media.images import installed
 from midepoch.transforms.packing import IGNORED, LABELS, OWN_LABELS, TOKENIZE_FIRST, PackSpec
 
 if TYPE_CHECKING:
@@ -102,7 +102,7 @@ def unbatch(self: D, columns: str | Sequence[str] | None = None) -> D:
         if self._columns is not None:
             check_columns(names, self._columns, "unbatch")
         return self._with_step(Unbatch(names))
-    lists = self._lists
+    lists = self.pipeline.node.known.lists
     if lists is None:
         raise ColumnError(
             "unbatch: the columns that contain lists are not known before a map has run. Name them: "
@@ -154,8 +154,10 @@ def decode(
     options = {"size": size, "fit": fit, "mode": mode, "layout": layout, "shrink": shrink, "frames": frames}
     options |= {"sampling_rate": sampling_rate, "channels": channels}
     decoder = decoder_of(kind or features.get(self._feature(column) or "", "image"), options)
-    skip = check_on_error(on_error or ("skip" if self._skips else "raise"))
-    return self._with_step(Decode(column, decoder, None if root is None else str(root), self._tensors, skip))
+    skips = any(leaf.on_error == "skip" for leaf in self.pipeline.node.leaves)
+    on_error = one_of(on_error or ("skip" if skips else "raise"), ON_ERROR, "on_error")
+    tensors = self.pipeline.format in (None, "torch") and installed("torch")
+    return self._with_step(Decode(column, decoder, None if root is None else str(root), tensors, on_error))
 
 
 def batch(self: D, size: int, drop_last: bool = False) -> D:
@@ -204,31 +206,19 @@ def pack(
         raise TypeError(f"pack takes the name of one column, got {column!r:.60}. Others go into extra={{name: pad}}.")
     node, schedule = self.pipeline.node, None
     before = [step for part in (*node.leaves, *node.stages) for step in getattr(part, "steps", ())]
-    grouped = [step.function for step in before if isinstance(step, Map) and not step.rowwise]
-    if any(isinstance(one, Tokenize) and one.options.get("padding") != "do_not_pad" for one in grouped):
+    tokenized = [(step.function, step.rowwise) for step in before if isinstance(getattr(step, "function", 0), Tokenize)]
+    if any(not rowwise and each.options.get("padding") != "do_not_pad" for each, rowwise in tokenized):
         _log.warning("pack: tokenize() pads, and its padding is packed as if it were text. Omit padding=… there.")
-    functions = [step.function for step in before if isinstance(step, Map)]
-    pads = [getattr(one.tokenizer, "pad_token_id", None) for one in functions if isinstance(one, Tokenize)]
+    pads = [getattr(each.tokenizer, "pad_token_id", None) for each, _ in tokenized]
     if not (pad or drop_remainder) and pads and pads[-1]:
         _log.warning("pack fills sequences with token 0, and the tokenizer pads with %s: pass pad=….", pads[-1])
     if length is None:
         schedule = _lengths_of(node, strategy)
         length = max(one.sequence_length or 0 for one in schedule.plan)
-    spec = PackSpec(
-        length,
-        column,
-        strategy,
-        None if eos is None else integer(eos, "pack(eos=…)", hint="Pass its number: tokenizer.eos_token_id."),
-        _pad(pad, column),
-        _extra(extra),
-        drop_remainder,
-        cu_seqlens,
-        integer(window, "pack(window=…)", 1),
-        None if dtype is None else _dtype(dtype),
-        labels,
-        mask_first,
-        schedule,
-    )
+    eos = None if eos is None else integer(eos, "pack(eos=…)", hint="Pass its number: tokenizer.eos_token_id.")
+    pad, extra, window = _pad(pad, column), _extra(extra), integer(window, "pack(window=…)", 1)
+    options = (drop_remainder, cu_seqlens, window, _dtype(dtype), labels, mask_first, schedule)
+    spec = PackSpec(length, column, strategy, eos, pad, extra, *options)
     if drop_remainder and strategy == "best_fit":
         _log.warning(
             'pack(drop_remainder=True, strategy="best_fit") drops every sequence that is not exactly full, and these '
@@ -252,47 +242,33 @@ def _extra(given: Any) -> dict[str, int]:
         names = [given] if isinstance(given, str) else given if isinstance(given, (list, tuple, set)) else [LABELS]
         example = ", ".join(f"{name!r}: {-100 if name == LABELS else 0}" for name in names)
         raise TypeError(f"pack(extra=…) takes columns and their padding values, extra={{{example}}}, got {given!r:.60}")
-    return {name: _integer(value, f"extra {name}") for name, value in given.items()}
+    return {name: integer(value, f"pack(extra=…) of {name!r}", -LARGEST) for name, value in given.items()}
 
 
-def _dtype(given: Any) -> str:
+def _dtype(given: Any) -> str | None:
     try:
-        return str(np.dtype(given).name)
+        return None if given is None else str(np.dtype(given).name)
     except TypeError:
         raise TypeError(f"pack(dtype=…) takes a type of integers, such as 'int32', got {given!r:.60}") from None
 
 
-def _integer(value: Any, what: str) -> int:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"pack({what}=…) must be an integer, got {value!r}")
-    return value
-
-
 def _pad(value: Any, column: str) -> int:
-    if isinstance(value, str):
-        raise TypeError(f"pack(pad=…) must be an integer, got {value!r:.60}. Pass its number: tokenizer.pad_token_id.")
-    if value is None:
-        raise TypeError(
-            "pack(pad=…) must be an integer, got None: the tokenizer has no token for padding. Pass "
-            "pad=tokenizer.eos_token_id, or omit it for 0."
-        )
     if value == IGNORED and column == "input_ids":
         raise ValueError(
             f"pack(pad={IGNORED}) would be a token of {column!r}. {IGNORED} is for labels, which labels=True adds. "
             "Pass pad=tokenizer.pad_token_id."
         )
-    return _integer(value, "pad")
+    hint = "Pass its number: tokenizer.pad_token_id." if isinstance(value, str) else ""
+    if value is None:
+        hint = "The tokenizer has no token for padding: pass pad=tokenizer.eos_token_id, or omit it for 0."
+    return integer(value, "pack(pad=…)", -LARGEST, hint)
 
 
 def _lengths_of(node: Node, strategy: str) -> Schedule:
     """Return the schedule that gives the lengths of packed sequences. Raise TypeError if there is none."""
     schedule = node.schedule
     if schedule is None or not schedule.plan[0].sequence_length:
-        what = (
-            "the data is not mixed by a schedule"
-            if schedule is None
-            else "the phases of the schedule have no sequence_length"
-        )
+        what = "the data is not mixed by a schedule" if schedule is None else "its phases have no sequence_length"
         raise TypeError(f"pack() needs length, as in pack(4096, eos=2, pad=0): {what}.")
     if strategy != "concat":
         raise ValueError(f"pack(strategy={strategy!r}): sequence lengths of a schedule need strategy='concat'.")

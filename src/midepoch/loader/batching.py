@@ -54,9 +54,9 @@ class Batching:
     max_tokens: Any = None
     length: Any = None
     layout: Any = None
-    multiple: Any = None
+    pad_to_multiple_of: Any = None
     pad_values: Any = None
-    window: Any = None
+    bucket_window: Any = None
     balance: Any = None
     context_parallel: Any = None
     cp_layout: Any = None
@@ -115,7 +115,7 @@ class Batching:
 
     def _check(self, context: ContextSlice | None, collated: bool) -> None:
         if self.max_tokens is None:
-            for name, value in (("bucket_window", self.window), ("balance", self.balance)):
+            for name, value in (("bucket_window", self.bucket_window), ("balance", self.balance)):
                 if value is not None:
                     raise ValueError(f"{name} is for batches by tokens: add max_tokens, or omit it.")
             if self.length is not None and self.layout is None and context is None:
@@ -129,7 +129,7 @@ class Batching:
             raise ValueError(f"layout must be one of {', '.join(map(repr, LAYOUTS))}, got {kind!r}")
         arrays = spec.format in (None, "numpy", "torch", "jax")
         if kind is None and not collated and arrays:
-            wanted = (self.max_tokens, self.multiple, self.pad_values if context is None else None)
+            wanted = (self.max_tokens, self.pad_to_multiple_of, self.pad_values if context is None else None)
             kind = "padded" if any(each is not None for each in wanted) else None
         is_packed = any(isinstance(stage, PackSpec) for stage in spec.node.stages)
         if kind is None:
@@ -169,7 +169,8 @@ class Batching:
 
     @property
     def _multiple(self) -> int:
-        return 1 if self.multiple is None else integer(self.multiple, "loader(pad_to_multiple_of=…)", 1)
+        given = self.pad_to_multiple_of
+        return 1 if given is None else integer(given, "loader(pad_to_multiple_of=…)", 1)
 
     def _token_column(self, spec: PipelineSpec) -> str:
         """Return the column whose lengths are those of the rows."""
@@ -193,7 +194,7 @@ class Batching:
         self, spec: PipelineSpec, layout: Layout | None, context: ContextSlice | None, most_rows: int | None
     ) -> Budget:
         tokens = integer(self.max_tokens, "loader(max_tokens=…)", 1)
-        window = WINDOW if self.window is None else integer(self.window, "loader(bucket_window=…)", 1)
+        window = WINDOW if self.bucket_window is None else integer(self.bucket_window, "loader(bucket_window=…)", 1)
         padded = layout is None or layout.kind == "padded"
         multiple = lcm(self._multiple, 1 if context is None else context.multiple())
         if tokens < multiple:

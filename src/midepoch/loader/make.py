@@ -5,16 +5,18 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from midepoch._internal.values import integer
 from midepoch.audit.ledger import ledger_of
+from midepoch.dataset.reading import column_values
 from midepoch.distributed.keyvalue import check_agreed, connected
 from midepoch.distributed.world import find_world, groups_of
 from midepoch.errors import WorldError
-from midepoch.loader.batching import Batched, Batching, ReadColumn
+from midepoch.loader.batching import Batched, Batching
 from midepoch.loader.lanes import EqualSteps, RankConsistencyCheck
 from midepoch.loader.loader import Loader
 from midepoch.loader.movers import check_device
@@ -23,7 +25,6 @@ from midepoch.loader.provenance import provenance_of
 from midepoch.order import Shard
 from midepoch.order.budget import BatchSizes
 from midepoch.order.schedule import Schedule
-from midepoch.pipeline.cursor import Cursor
 from midepoch.pipeline.lanes import Share
 from midepoch.pipeline.spec import PipelineSpec
 from midepoch.transforms.context import ContextSlice
@@ -33,26 +34,28 @@ _NOT_SHUFFLE = "The second argument is num_workers. To shuffle, use ds.shuffle(s
 
 
 def make_loader(
-    spec: PipelineSpec,
-    cursor: Cursor,
+    dataset: Any,
     *,
-    named: bool,
     batch_size: Any,
     num_workers: Any,
     prefetch: Any,
+    prefetch_factor: Any,
     rank: int | None,
     world_size: int | None,
     data_parallel: Any,
     drop_last: bool,
     last_batch: str | None,
     audit: Any,
-    dataset: Any,
-    read_column: ReadColumn,
-    batching: Batching,
-    provenance: Any = False,
+    provenance: Any,
     **options: Any,
 ) -> Loader:
-    """Return a loader of a pipeline from a cursor on. The arguments are those of ``Dataset.loader``, unchecked."""
+    """Return a loader of a dataset. The arguments are those of ``Dataset.loader``, unchecked."""
+    iteration = dataset._iteration
+    spec, cursor, named = dataset.pipeline, iteration.start._replace(epoch=dataset.epoch), iteration.shared.named
+    batching = Batching(**{field.name: options.pop(field.name) for field in fields(Batching)})
+    if prefetch is not None and prefetch_factor is not None:
+        raise ValueError("prefetch and prefetch_factor are two names of one setting. Omit one of them.")
+    prefetch = prefetch_factor if prefetch is None else prefetch
     spec.node.check()
     if not spec.rows:
         _log.warning("there are no rows to load: the split, slice, selection or filter is empty")
@@ -87,7 +90,7 @@ def make_loader(
     batch_size = integer(batch_size, "loader(batch_size=…)", 1)
     is_shard = spec.shard.count > 1  # of which the rows are already known
     collated = options.get("collate_fn") is not None
-    batched = batching.applied(spec, read_column, context, collated=collated, most_rows=rows)
+    batched = batching.applied(spec, partial(column_values, dataset), context, collated=collated, most_rows=rows)
     spec = batched.spec
     _advise_lanes(batched, shard)
     last_batch = last_batch_of(drop_last, last_batch)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from midepoch._internal.hints import instead, warn_once
+from midepoch._internal.hints import each_name, instead, warn_once
 from midepoch._internal.values import loaded
 from midepoch.distributed.keyvalue import connected
 from midepoch.errors import MidepochError, WorldError
@@ -266,40 +266,34 @@ def _trained_by_lightning() -> bool:
     return False
 
 
-_ORDER = "The order belongs to the dataset: loader.dataset, and loader.shard for the part of this rank."
-
-ATTRIBUTES = {
-    "sampler": _ORDER,
-    "batch_sampler": _ORDER,
-    "generator": _ORDER,
-    "shuffle": "Shuffle the dataset before: ds.shuffle(seed=…).loader(…).",
-    "seed": "Use loader.pipeline, or ds.shuffle(seed=…).loader(…).",
-    "global_step": "Use loader.steps, the global batches since the run began.",
-    "map": "Map the dataset before: ds.map(function).loader(…).",
-    "filter": "Filter the dataset before: ds.filter(function).loader(…).",
-    "take": "Use ds.take(n).loader(…) for rows, or steps_per_epoch=… for batches.",
-    "skip": "Load a state: loader.load_state_dict(state). For rows, ds.skip(n).loader(…).",
-    "seek": "Load a state: loader.load_state_dict(state).",
-    "skip_first_batches": "Load a state: loader.load_state_dict(state).",
-    "restore": "Use loader.load_state_dict(state), or midepoch.PipelineCheckpoint.",
-    "checkpoint": "Use loader.state_dict(), or midepoch.PipelineCheckpoint.",
-    "shutdown": "Use loader.close().",
-    "exclude_documents": "Use loader.exclude(documents=[('web', 17)]).",
-    "step": "Use loader.steps, the global batches since the run began.",
-    "save": "Use loader.state_dict(), which is JSON-able, or midepoch.PipelineCheckpoint.",
-    "load": "Use loader.load_state_dict(state), or midepoch.PipelineCheckpoint.",
-    "reset": "Use loader.set_epoch(epoch), which begins that epoch.",
-    "reset_state": "Use loader.set_epoch(epoch), which begins that epoch.",
-    "resume": "Use loader.load_state_dict(state), or PipelineCheckpoint.restore_latest(loader, model, optimizer).",
-    "current_epoch": "Use loader.epoch.",
-    "next": "Use next(loader), or iterate it.",
-    "to": "Use ds.loader(batch_size, device=…).",
-    "column_names": "Use loader.dataset.column_names.",
-    "schema": "Use loader.dataset.schema.",
-    "world_size": "Use loader.shard.count.",
-    "rank": "Use loader.shard.index.",
-    "multiprocessing_context": "Use loader.options.multiprocessing_context.",
-}
+ATTRIBUTES = each_name(
+    {
+        "sampler, batch_sampler, generator": "The order belongs to the dataset: loader.dataset, and loader.shard for "
+        "the part of this rank.",
+        "shuffle": "Shuffle the dataset before: ds.shuffle(seed=…).loader(…).",
+        "seed": "Use loader.pipeline, or ds.shuffle(seed=…).loader(…).",
+        "step, global_step": "Use loader.steps, the global batches since the run began.",
+        "map": "Map the dataset before: ds.map(function).loader(…).",
+        "filter": "Filter the dataset before: ds.filter(function).loader(…).",
+        "take": "Use ds.take(n).loader(…) for rows, or steps_per_epoch=… for batches.",
+        "skip, seek, skip_first_batches": "Load a state: loader.load_state_dict(state). For rows, "
+        "ds.skip(n).loader(…).",
+        "load, restore": "Use loader.load_state_dict(state), or midepoch.PipelineCheckpoint.",
+        "resume": "Use loader.load_state_dict(state), or PipelineCheckpoint.restore_latest(loader, model, optimizer).",
+        "save, checkpoint": "Use loader.state_dict(), which is JSON-able, or midepoch.PipelineCheckpoint.",
+        "shutdown": "Use loader.close().",
+        "exclude_documents": "Use loader.exclude(documents=[('web', 17)]).",
+        "reset, reset_state": "Use loader.set_epoch(epoch), which begins that epoch.",
+        "current_epoch": "Use loader.epoch.",
+        "next": "Use next(loader), or iterate it.",
+        "to": "Use ds.loader(batch_size, device=…).",
+        "column_names": "Use loader.dataset.column_names.",
+        "schema": "Use loader.dataset.schema.",
+        "world_size": "Use loader.shard.count.",
+        "rank": "Use loader.shard.index.",
+        "multiprocessing_context": "Use loader.options.multiprocessing_context.",
+    }
+)
 
 HINTED = (
     *("__init__", "set_epoch", "state_dict", "load_state_dict", "check_state", "stats", "on_stats", "progress"),
