@@ -13,6 +13,7 @@ import numpy as np
 
 from midepoch._internal.hints import nearest, warn_once
 from midepoch._internal.values import integer, one_of
+from midepoch.pipeline.leaf import ON_ERROR
 from midepoch.pipeline.node import Mix, Rebatch
 from midepoch.transforms import FilterExpression, FilterRows, FlatMap, Map
 from midepoch.transforms.batch import check_columns
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
     from midepoch.dataset.dataset import Dataset
 
 D = TypeVar("D", bound="Dataset")
-ON_ERROR = ("raise", "skip")
 _log = logging.getLogger("midepoch")
 
 

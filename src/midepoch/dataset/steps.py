@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 
 from midepoch._internal.values import LARGEST, integer, one_of
-from midepoch.dataset.functions import ON_ERROR, check_used, names_of, with_classes
+from midepoch.dataset.functions import check_used, names_of, with_classes
 from midepoch.errors import ColumnError
 from midepoch.order.schedule import Schedule
+from midepoch.pipeline.leaf import ON_ERROR
 from midepoch.pipeline.node import Node, Rebatch
 from midepoch.transforms import (
     Cast,

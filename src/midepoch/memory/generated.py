@@ -20,13 +20,14 @@ import pyarrow as pa
 
 from midepoch._internal.hints import hinted, instead, is_array, is_loader, opener_of, remedy_for, warn_once
 from midepoch._internal.progress import Progress
-from midepoch._internal.values import loaded
+from midepoch._internal.values import loaded, one_of
 from midepoch.dataset import Dataset, habits, parts
 from midepoch.dataset.digest import UndigestibleError, digest_of
-from midepoch.dataset.functions import check_on_error, names_of
+from midepoch.dataset.functions import names_of
 from midepoch.dataset.parts import PartWriter
 from midepoch.errors import DataNotFoundError, MapError, MidepochError
 from midepoch.memory.tables import Schema, dataset_of, folder_for, rows_table, stored, types_of, with_types
+from midepoch.pipeline.leaf import ON_ERROR
 from midepoch.transforms.encode import ItemMap, Items
 from midepoch.transforms.formats import ITEMS, own_copy
 from midepoch.transforms.generators import Generators, Seeds
@@ -182,7 +183,7 @@ def from_map_style(
     - ``on_error="skip"``: items on which ``dataset[i]`` raises are left out
     - ``seed_globals=False``: do not seed random generators for each item, which saves 9 µs for each
     """
-    length, _ = _length(dataset), check_on_error(on_error)
+    length, _ = _length(dataset), one_of(on_error, ON_ERROR, "on_error")
     if fingerprint is not None and not isinstance(fingerprint, str):
         raise TypeError(f"from_map_style(fingerprint=…) must be a str, got {fingerprint!r}")
     identity = f"{length} {described(dataset)} {fingerprint or ''}"

@@ -15,11 +15,12 @@ import numpy as np
 
 from midepoch._internal.hints import hinted
 from midepoch._internal.progress import shown
+from midepoch._internal.values import one_of
 from midepoch.dataset import Dataset, habits
-from midepoch.dataset.functions import check_on_error, names_of
+from midepoch.dataset.functions import names_of
 from midepoch.errors import DataNotFoundError
 from midepoch.order import Order, Selection
-from midepoch.pipeline.leaf import Leaf
+from midepoch.pipeline.leaf import ON_ERROR, Leaf
 from midepoch.pipeline.spec import PipelineSpec
 from midepoch.sources import Access, CacheSpec, Source
 from midepoch.sources.files import DataFiles, PathLike, check_path, find_files, paths_of, resolved
@@ -246,7 +247,7 @@ class Opening:
     on_error: str = "raise"
 
     def __post_init__(self) -> None:
-        _ = self.cache, check_on_error(self.on_error)
+        _ = self.cache, one_of(self.on_error, ON_ERROR, "on_error")
 
     @property
     def cache(self) -> CacheSpec:

@@ -185,7 +185,7 @@ def _of_run(run: Run, ds: Dataset | None, label: str | None, made: float, *, alo
                 "to": run.reached(one, one.most_steps),
                 "ranks": one.shape.ranks,
                 "batch": one.shape.global_batch,
-                "workers": one.workers,
+                "workers": one.first.header.workers,
                 "began": one.times[0],
                 "last": one.times[1],
                 "how": one.how,
