@@ -80,11 +80,11 @@ def _records(path: Path) -> list[Stored]:
     return [Stored(one.kind, one.number, bytes(one.content)) for one in records_in(path.read_bytes())]
 
 
-def _write(path: Path, records: list[Stored]) -> None:
+def _write(path: Path, records: list[Stored], *, is_cut: bool = False) -> None:
     data = bytearray()
     for kind, number, content in records:
         data += head_of(kind, number, content, len(data)) + content + bytes(-len(content) % 8)
-    path.write_bytes(data)
+    path.write_bytes(data if is_cut else data + bytes(16))  # as a process that was killed leaves it
 
 
 def _of_kind(records: list[Stored], kind: bytes) -> list[int]:
@@ -182,5 +182,5 @@ def _changed(name: str, ledger: Path, target: Path, draws: random.Random) -> Pat
         MUTATIONS[name](records, draws)
     except (IndexError, ValueError):
         return None
-    _write(path, records)
+    _write(path, records, is_cut=name == "cut")
     return None if records == before else target

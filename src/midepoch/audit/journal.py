@@ -4,7 +4,8 @@ A record has a head of 16 bytes (a kind of four letters, the length of its conte
 content, and zeros up to a multiple of 8 bytes. The checksum is the CRC-32 of the head, the content, and the place of
 the record in the file, so that records which are torn, moved or taken out are noticed. The file is mapped: a store into
 memory takes a tenth of the time of a system call, and survives the death of the process as well. While it is written, a
-file is longer than its records, filled with zeros.
+file is longer than its records, filled with zeros. A closed one ends with a record of that. So one whose end was lost
+later can be told from that of a process that was killed.
 
 A record of *counters* has integers of 8 bytes that change in place, which its checksum leaves out. So counting a step
 is one store.
@@ -27,7 +28,7 @@ _SEALED = struct.Struct("<4sIIQ")
 _GRANULE = mmap.ALLOCATIONGRANULARITY
 _NO_ALLOCATION = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 """Errors of file systems that cannot allocate space in advance."""
-COUNTERS = b"live"
+COUNTERS, ENDED = b"live", b"done"
 
 
 class Record(NamedTuple):
@@ -72,6 +73,16 @@ def records_in(data: Any) -> Iterator[Record]:
         place = first + length + -length % 8
 
 
+def is_cut(data: bytes) -> bool:
+    """Return True if the end of a journal is missing, as after a copy that was not complete, or on a full disk."""
+    last = None
+    for last in records_in(data):
+        pass
+    end = 0 if last is None else last.place + _HEAD.size + len(last.content) + -len(last.content) % 8
+    is_closed = last is not None and last.kind == ENDED
+    return bool(data) and not is_closed and data[end : end + _HEAD.size] != bytes(_HEAD.size)
+
+
 class Journal:
     """A file to which this process appends. ``growth``: bytes by which it grows at least.
 
@@ -101,8 +112,8 @@ class Journal:
         size = _HEAD.size + len(content) + -len(content) % 8
         while True:
             place = self._end
-            if place + size > self._room:
-                self._grow(place + size)
+            if place + size + _HEAD.size > self._room:  # zeros follow the last record
+                self._grow(place + size + _HEAD.size)
             if self._end == place:  # else a thread, or a handler of signals, has appended meanwhile
                 self._end = place + size
                 break
@@ -152,14 +163,15 @@ def _mapped(file: int, end: int, room: int, first: int) -> mmap.mmap | None:
     Return None if the file has to be written to. Raise OSError if the disk is full: without an allocation, that would
     be a fatal signal when a page is stored.
     """
-    if not hasattr(os, "posix_fallocate"):
-        return None
     try:
+        if not hasattr(os, "posix_fallocate"):
+            raise OSError(errno.ENOSYS, "no posix_fallocate")
         os.posix_fallocate(file, end, room - end)
     except OSError as problem:
-        if problem.errno in _NO_ALLOCATION:
-            return None
-        raise
+        if problem.errno not in _NO_ALLOCATION:
+            raise
+        os.ftruncate(file, room)
+        return None
     try:
         return mmap.mmap(file, room - first, offset=first)
     except (OSError, ValueError):

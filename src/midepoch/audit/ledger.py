@@ -32,7 +32,7 @@ from typing import Any, NamedTuple
 from midepoch._internal.hints import hinted_methods
 from midepoch._internal.processes import alive, machine, silent_at_exit
 from midepoch.audit.documents import DocumentRecorder
-from midepoch.audit.journal import Journal
+from midepoch.audit.journal import ENDED, Journal
 from midepoch.audit.lanes import CURSORS, LaneRecorder, Marks
 from midepoch.audit.orders import mix_of, order_name, save_lengths, save_order, stream_name
 from midepoch.audit.records import (
@@ -122,7 +122,9 @@ _births: dict[int, str] = {}
 
 def process_name() -> str:
     """Return a name of this process that no other has, nor a fork of it."""
-    return f"{socket.gethostname()}-{os.getpid()}-{_births.setdefault(os.getpid(), secrets.token_hex(4))}"
+    if (process := os.getpid()) not in _births:
+        _births[process] = secrets.token_hex(4)
+    return f"{socket.gethostname()}-{process}-{_births[process]}"
 
 
 def host_of(process: str) -> str:
@@ -259,7 +261,8 @@ class Ledger:
             self._branch = f"{_mark_of(attempt)}.{_branches[attempt, self._rows]}"
         self._first, self._ends = cursor.steps, until == UNKNOWN  # then the end is recorded when it is reached
         self.counters, self.due, self._passed = [0] * len(Count), 0.0, not load
-        self._began = self._synced = time.perf_counter()
+        self._began = time.perf_counter()
+        self._synced = self._synced or self._began
         self._mark = self._began + min(_FIRST_MARK, _MARK_SECONDS)
         self._measured, self._waited = measured, measured.all_waited
         self._base = self._latest.counted_from(measured.figures())
@@ -360,9 +363,7 @@ class Ledger:
             self._write_mark(number + 1, now)
             self.flush()
             self._mark = now + min(_MARK_SECONDS, max(_FIRST_MARK, now - self._began))
-            if now - self._synced >= _MARK_SECONDS:
-                self.sync()
-                self._synced = now
+            self._sync_at(now)
         self._see(now)
 
     def add(self, at: Any) -> None:
@@ -439,13 +440,19 @@ class Ledger:
         last = self._measured.last_delivery or self._began  # as all marks, at a step: what follows is not its time
         self._write_mark(self.counters[Count.STEPS], last)
         self._see(last)
-        self.sync()
+        self._sync_at(last)
 
     def _end(self, marks: Marks) -> None:
         """Record the end of the epoch, and the places of the lanes there, once. It may be known before."""
         if self._ends:
             self._ends = False
             self._append(OVER, json.dumps(self.lanes.end(marks)).encode())
+
+    def _sync_at(self, now: float) -> None:
+        """Write the ledger to disk, but not more often than marks are written: epochs may be shorter than that."""
+        if now - self._synced >= _MARK_SECONDS:
+            self.sync()
+            self._synced = now
 
     def sync(self) -> None:
         """Write the ledger to disk. (A process that dies loses nothing without it, but a machine may.)"""
@@ -488,6 +495,10 @@ class Ledger:
         self.counters = list(self.counters)  # what follows is not in the file any more
         self.documents.close()
         if journal is not None:
+            with suppress(OSError):
+                if journal.is_open:
+                    journal.append(ENDED, b"")
+                    journal.sync()
             journal.close()
 
     @silent_at_exit

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
+from midepoch.audit.journal import is_cut
 from midepoch.audit.lanes import LaneTrack
 from midepoch.audit.ledger import host_of
 from midepoch.audit.records import SUFFIX, Count, LeaseRecord, Passed, Shape, read_passes, steps_in
@@ -198,6 +199,11 @@ def ledger_folder(run: str | Path) -> Path:
         f"there is no ledger in {name}{missing}. Pass the folder of a run, which loader(audit=…) was given: a folder "
         "of its own, not that of the data."
     )
+
+
+def cut_files(folder: Path) -> list[str]:
+    """Return the names of the files of a ledger whose ends are missing."""
+    return [path.name for path in sorted(folder.glob(f"*{SUFFIX}")) if is_cut(path.read_bytes())]
 
 
 def read_generations(folder: Path) -> list[Generation]:

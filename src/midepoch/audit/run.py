@@ -13,7 +13,7 @@ from midepoch._internal.hints import hinted
 from midepoch.audit import naming
 from midepoch.audit.consumed import LaneRun, RowCounts
 from midepoch.audit.orders import KnownOrder, WeightChange, weight_changes
-from midepoch.audit.passes import Generation, PassKey, ledger_folder, read_generations
+from midepoch.audit.passes import Generation, PassKey, cut_files, ledger_folder, read_generations
 from midepoch.audit.proof import EpochUnits, History, LeaseCounts, outputs_in, units_in
 from midepoch.audit.records import Count
 from midepoch.errors import DataNotFoundError, StateError
@@ -80,8 +80,8 @@ class Run:
     repeated counts once. Rows are numbers in the dataset before shuffling.
     """
 
-    def __init__(self, folder: Path, generations: list[Generation], stream: str) -> None:
-        self.folder, self.stream = folder, stream
+    def __init__(self, folder: Path, generations: list[Generation], stream: str, cut: Sequence[str] = ()) -> None:
+        self.folder, self.stream, self._cut = folder, stream, cut
         self._all = [one for one in generations if one.shape.stream == stream]  # with states that were only loaded
         self.every = [one for one in self._all if not one.is_load]
         """All passes, also those that a later one took over."""
@@ -222,6 +222,11 @@ class Run:
             "delivered"
             for one in kept
             if one.lost
+        ]
+        problems += [
+            f"the end of {name} is missing: the file was cut after it was written. Restore it from a copy. Rows counted "
+            "as never may have been delivered"
+            for name in self._cut
         ]
         problems += [
             f"{place(one)}: the state that was loaded was saved in a part of the run that is not recorded here. Rows "
@@ -515,4 +520,5 @@ def read_runs(folder: str | Path) -> list[Run]:
     names = dict.fromkeys(one.shape.stream for one in generations if not one.is_load)
     if not names:
         raise DataNotFoundError(f"the ledger in {where} has no step yet. Pass a run that has trained a batch.")
-    return [Run(where, generations, name) for name in names]
+    cut = cut_files(where)
+    return [Run(where, generations, name, cut) for name in names]
