@@ -22,6 +22,7 @@ import pyarrow as pa
 from midepoch.sources.formats import Block, CacheSpec
 from midepoch.sources.names import COMPRESSIONS
 from midepoch.storage.cache_files import default_index_dir, make_private
+from midepoch.storage.damage import is_damage
 from midepoch.storage.stores import Entry, OpenFile, Store
 
 _log = logging.getLogger("midepoch")
@@ -54,10 +55,14 @@ def skip(stream: Any, size: int) -> None:
         size -= passed
 
 
-def can_be_fetched(store: Store, entry: Entry) -> bool:
-    """Return True if all bytes of a file can be read, so that a failure to decompress them is in its contents."""
+def damage_of(store: Store, entry: Entry, problem: Exception) -> str:
+    """Return the description of a problem in compressed contents. Raise it if all bytes cannot be read at all."""
+    if not is_damage(problem) or compression(entry.path) is None:
+        raise problem
     with store.open(entry) as file:
-        return all(file.arrow.read(min(_FETCH, left)) for left in range(file.size, 0, -_FETCH))
+        if not all(file.arrow.read(min(_FETCH, left)) for left in range(file.size, 0, -_FETCH)):
+            raise problem
+    return f"its compressed data is truncated or damaged: {problem}"
 
 
 def read_ranges(store: Store, block: Block, ranges: Iterable[tuple[int, int | None]]) -> list[bytes]:

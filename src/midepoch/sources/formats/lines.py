@@ -24,7 +24,7 @@ import pyarrow as pa
 
 from midepoch.errors import FormatError
 from midepoch.sources.formats import Block, Scanned
-from midepoch.sources.formats.compressed import can_be_fetched, compression, contents, read_ranges, skip
+from midepoch.sources.formats.compressed import contents, damage_of, read_ranges, skip
 from midepoch.sources.schemas import MIXED_REMEDY, lacking, nulls, widest
 from midepoch.storage.damage import DamageError, is_damage
 from midepoch.storage.stores import Entry, Store
@@ -411,16 +411,11 @@ class FilePieces:
                 position += len(data)
                 yield data
         except (OSError, pa.ArrowException) as problem:
-            if (
-                not is_damage(problem)
-                or compression(self._entry.path) is None
-                or not can_be_fetched(self._store, self._entry)
-            ):
-                raise
+            damage = damage_of(self._store, self._entry, problem)
             if not self.salvage:
                 raise FormatError(
-                    f"{self.name}: its compressed data is truncated or damaged: {problem}. "
-                    'Copy the file again, or pass on_error="skip" to use the lines before the damage.'
+                    f'{self.name}: {damage}. Copy the file again, or pass on_error="skip" to use the lines before the '
+                    "damage."
                 ) from None
             self.is_damaged = True
             yield self._before_damage(position)
