@@ -12,7 +12,7 @@ import tempfile
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
@@ -65,18 +65,18 @@ def damage_of(store: Store, entry: Entry, problem: Exception) -> str:
     return f"its compressed data is truncated or damaged: {problem}"
 
 
-def read_ranges(store: Store, block: Block, ranges: Iterable[tuple[int, int | None]]) -> list[bytes]:
+def read_ranges(store: Store, block: Block, ranges: Sequence[tuple[int, int | None]]) -> list[bytes]:
     """Return ranges of the contents of the file of a block. None stands for the end of the file."""
     if compression(block.entry.path) is None:
         with store.open(block.entry) as file:
-            bounds = [(start, file.size if end is None else end) for start, end in ranges]
-            parts = [file.read_at(end - start, start) for start, end in bounds]
+            sizes = [(file.size if end is None else end) - start for start, end in ranges]
+            parts = [file.read_at(size, start) for size, (start, _) in zip(sizes, ranges, strict=True)]
     else:
-        bounds = [(start, end or 0) for start, end in ranges]
-        parts = [_decompressed(store, block, start, end or None) for start, end in bounds]
-    for part, (start, end) in zip(parts, bounds, strict=True):
-        if end and len(part) != end - start:
-            raise OSError(f"{len(part)} bytes were received where {end - start} were requested")
+        parts = [_decompressed(store, block, start, end) for start, end in ranges]
+        sizes = [len(part) if end is None else end - start for part, (start, end) in zip(parts, ranges, strict=True)]
+    for part, size in zip(parts, sizes, strict=True):
+        if len(part) != size:
+            raise OSError(f"{len(part)} bytes were received where {size} were requested")
     return parts
 
 

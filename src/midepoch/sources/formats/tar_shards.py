@@ -308,7 +308,7 @@ def _read(store: Store, block: Block, offsets: Int64Array, stops: Int64Array) ->
     far = LOCAL_GAP if store.local else REMOTE_GAP
     cuts = np.flatnonzero(offsets[1:] - stops[:-1] > far) + 1
     starts, ends = offsets[[0, *cuts]], stops[[*(cuts - 1), -1]]
-    pieces = read_ranges(store, block, zip(starts.tolist(), ends.tolist(), strict=True))
+    pieces = read_ranges(store, block, list(zip(starts.tolist(), ends.tolist(), strict=True)))
     skipped = starts - (np.cumsum(ends - starts) - (ends - starts))
     run = np.searchsorted(starts, offsets, side="right") - 1
     return np.frombuffer(b"".join(pieces), np.uint8), offsets - skipped[run]
