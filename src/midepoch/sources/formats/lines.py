@@ -173,9 +173,7 @@ def elements(data: bytes, *, is_first: bool) -> Elements:
     if end is not None:
         brackets, depths = brackets[: closing[0]], depths[: closing[0]]
     stops = brackets[depths == 0] + 1
-    opening = np.flatnonzero(depths[:-1] == 0) + 1
-    firsts = np.concatenate([[0], opening])[: len(stops)].astype(np.int64)
-    starts = brackets[firsts]
+    starts = brackets[np.concatenate([[0], depths])[:-1] == 0][: len(stops)]
     # White space and one comma come before each element, except the first one.
     before = zip([0, *stops.tolist()], starts.tolist(), strict=False)
     separated = [data[stop:start].strip(SPACE) == b"," for stop, start in before]
@@ -184,14 +182,11 @@ def elements(data: bytes, *, is_first: bool) -> Elements:
     values = np.frombuffer(data, np.uint8)
     proper = np.array(separated, np.bool_) & (values[starts] == _OPEN) & (values[stops - 1] == _CLOSE)
     count = len(stops) if proper.all() else int(np.argmin(proper))
-    wrong: int | None = None
-    if count < len(stops):
-        wrong, end = int(stops[count - 1]) if count else 0, None
-    elif end is not None:
-        rest = data[int(stops[-1]) if len(stops) else 0 : end].strip(SPACE)
-        if rest or data[end] != ord("]"):
-            wrong, end = int(stops[-1]) if len(stops) else 0, None
-    return Elements(starts[:count], stops[:count], end, wrong)
+    last = int(stops[count - 1]) if count else 0
+    is_end_wrong = end is not None and (data[end] != ord("]") or bool(data[last:end].strip(SPACE)))
+    if count < len(stops) or is_end_wrong:
+        return Elements(starts[:count], stops[:count], wrong=last)
+    return Elements(starts, stops, end)
 
 
 def bracket_depths(data: bytes) -> tuple[Int64Array, Int64Array]:
