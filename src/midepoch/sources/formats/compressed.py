@@ -12,7 +12,7 @@ import tempfile
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
@@ -22,6 +22,7 @@ import pyarrow as pa
 from midepoch.sources.formats import Block, CacheSpec
 from midepoch.sources.names import COMPRESSIONS
 from midepoch.storage.cache_files import default_index_dir, make_private
+from midepoch.storage.damage import is_damage
 from midepoch.storage.stores import Entry, OpenFile, Store
 
 _log = logging.getLogger("midepoch")
@@ -54,24 +55,28 @@ def skip(stream: Any, size: int) -> None:
         size -= passed
 
 
-def can_be_fetched(store: Store, entry: Entry) -> bool:
-    """Return True if all bytes of a file can be read, so that a failure to decompress them is in its contents."""
+def damage_of(store: Store, entry: Entry, problem: Exception) -> str:
+    """Return the description of a problem in compressed contents. Raise it if all bytes cannot be read at all."""
+    if not is_damage(problem) or compression(entry.path) is None:
+        raise problem
     with store.open(entry) as file:
-        return all(file.arrow.read(min(_FETCH, left)) for left in range(file.size, 0, -_FETCH))
+        if not all(file.arrow.read(min(_FETCH, left)) for left in range(file.size, 0, -_FETCH)):
+            raise problem
+    return f"its compressed data is truncated or damaged: {problem}"
 
 
-def read_ranges(store: Store, block: Block, ranges: Iterable[tuple[int, int | None]]) -> list[bytes]:
+def read_ranges(store: Store, block: Block, ranges: Sequence[tuple[int, int | None]]) -> list[bytes]:
     """Return ranges of the contents of the file of a block. None stands for the end of the file."""
     if compression(block.entry.path) is None:
         with store.open(block.entry) as file:
-            bounds = [(start, file.size if end is None else end) for start, end in ranges]
-            parts = [file.read_at(end - start, start) for start, end in bounds]
+            sizes = [(file.size if end is None else end) - start for start, end in ranges]
+            parts = [file.read_at(size, start) for size, (start, _) in zip(sizes, ranges, strict=True)]
     else:
-        bounds = [(start, end or 0) for start, end in ranges]
-        parts = [_decompressed(store, block, start, end or None) for start, end in bounds]
-    for part, (start, end) in zip(parts, bounds, strict=True):
-        if end and len(part) != end - start:
-            raise OSError(f"{len(part)} bytes were received where {end - start} were requested")
+        parts = [_decompressed(store, block, start, end) for start, end in ranges]
+        sizes = [len(part) if end is None else end - start for part, (start, end) in zip(parts, ranges, strict=True)]
+    for part, size in zip(parts, sizes, strict=True):
+        if len(part) != size:
+            raise OSError(f"{len(part)} bytes were received where {size} were requested")
     return parts
 
 

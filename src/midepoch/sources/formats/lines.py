@@ -24,7 +24,7 @@ import pyarrow as pa
 
 from midepoch.errors import FormatError
 from midepoch.sources.formats import Block, Scanned
-from midepoch.sources.formats.compressed import can_be_fetched, compression, contents, read_ranges, skip
+from midepoch.sources.formats.compressed import contents, damage_of, read_ranges, skip
 from midepoch.sources.schemas import MIXED_REMEDY, lacking, nulls, widest
 from midepoch.storage.damage import DamageError, is_damage
 from midepoch.storage.stores import Entry, Store
@@ -173,9 +173,7 @@ def elements(data: bytes, *, is_first: bool) -> Elements:
     if end is not None:
         brackets, depths = brackets[: closing[0]], depths[: closing[0]]
     stops = brackets[depths == 0] + 1
-    opening = np.flatnonzero(depths[:-1] == 0) + 1
-    firsts = np.concatenate([[0], opening])[: len(stops)].astype(np.int64)
-    starts = brackets[firsts]
+    starts = brackets[np.concatenate([[0], depths])[:-1] == 0][: len(stops)]
     # White space and one comma come before each element, except the first one.
     before = zip([0, *stops.tolist()], starts.tolist(), strict=False)
     separated = [data[stop:start].strip(SPACE) == b"," for stop, start in before]
@@ -184,14 +182,11 @@ def elements(data: bytes, *, is_first: bool) -> Elements:
     values = np.frombuffer(data, np.uint8)
     proper = np.array(separated, np.bool_) & (values[starts] == _OPEN) & (values[stops - 1] == _CLOSE)
     count = len(stops) if proper.all() else int(np.argmin(proper))
-    wrong: int | None = None
-    if count < len(stops):
-        wrong, end = int(stops[count - 1]) if count else 0, None
-    elif end is not None:
-        rest = data[int(stops[-1]) if len(stops) else 0 : end].strip(SPACE)
-        if rest or data[end] != ord("]"):
-            wrong, end = int(stops[-1]) if len(stops) else 0, None
-    return Elements(starts[:count], stops[:count], end, wrong)
+    last = int(stops[count - 1]) if count else 0
+    is_end_wrong = end is not None and (data[end] != ord("]") or bool(data[last:end].strip(SPACE)))
+    if count < len(stops) or is_end_wrong:
+        return Elements(starts[:count], stops[:count], wrong=last)
+    return Elements(starts, stops, end)
 
 
 def bracket_depths(data: bytes) -> tuple[Int64Array, Int64Array]:
@@ -411,16 +406,11 @@ class FilePieces:
                 position += len(data)
                 yield data
         except (OSError, pa.ArrowException) as problem:
-            if (
-                not is_damage(problem)
-                or compression(self._entry.path) is None
-                or not can_be_fetched(self._store, self._entry)
-            ):
-                raise
+            damage = damage_of(self._store, self._entry, problem)
             if not self.salvage:
                 raise FormatError(
-                    f"{self.name}: its compressed data is truncated or damaged: {problem}. "
-                    'Copy the file again, or pass on_error="skip" to use the lines before the damage.'
+                    f'{self.name}: {damage}. Copy the file again, or pass on_error="skip" to use the lines before the '
+                    "damage."
                 ) from None
             self.is_damaged = True
             yield self._before_damage(position)

@@ -148,7 +148,9 @@ def _schema(chunk: ShardFile, about: dict[str, Any], offsets: Int64Array) -> pa.
 
 def _read_samples(chunk: ShardFile, about: dict[str, Any], offsets: Int64Array, first: int, stop: int) -> Bytes:
     """Return the bytes of some samples."""
-    if about["layout"] != "framed" or first == stop:
+    if first == stop:
+        return np.empty(0, np.uint8)
+    if about["layout"] != "framed":
         return chunk.read(int(offsets[first]), int(offsets[stop]))
     frames = [frame for frame in about["frames"] if frame[0] < stop and frame[0] + frame[1] > first]
     begin, end = frames[0][2], frames[-1][2] + frames[-1][3]

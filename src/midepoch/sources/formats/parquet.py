@@ -197,12 +197,12 @@ def _chunk(footer: bytes, found: re.Match[bytes] | Fields) -> Chunk:
     at, nulls = found.start(1), found[3]
     is_long = max(len(found[2]), len(found[4] or b"")) >= -(-(2 * MOST_BYTES).bit_length() // 7)
     large = _large_size(fields_at(footer, at)[0]) if is_long else 0
-    return Chunk(at, 0 if nulls == b"\0" else nulls if nulls is None else integer(nulls, 0)[0], large)
+    return Chunk(at, None if nulls is None else integer(nulls, 0)[0], large)
 
 
 def _large_size(column: Fields) -> int:
     """Return the bytes of values that are too large, as their writer reports them, else encoded. 0 if they are not."""
-    size = int(_struct(column, 16).get(1, column.get(6, 0)))
+    size = int(_struct(column, 16).get(1) or column.get(6) or 0)
     return size if size > MOST_BYTES else 0
 
 

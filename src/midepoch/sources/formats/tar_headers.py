@@ -14,8 +14,7 @@ from typing import Any, NamedTuple
 import pyarrow as pa
 
 from midepoch.errors import FormatError
-from midepoch.sources.formats.compressed import can_be_fetched, compression, contents
-from midepoch.storage.damage import is_damage
+from midepoch.sources.formats.compressed import compression, contents, damage_of
 from midepoch.storage.stores import Entry, OpenFile, Store
 
 _log = logging.getLogger("midepoch")
@@ -320,9 +319,7 @@ class Stream:
         try:
             return bytes(self._stream.read(_STREAM))
         except (OSError, pa.ArrowException) as problem:
-            if not is_damage(problem) or not can_be_fetched(self._store, self._entry):
-                raise
-            self.damage = f"its compressed data is truncated or damaged: {problem}"
+            self.damage = damage_of(self._store, self._entry, problem)
             return b""
 
 

@@ -263,21 +263,21 @@ class TarFormat(Format):
         return found
 
     def decode(self, store: Store, block: Block, schema: pa.Schema, columns: Sequence[str]) -> pa.Table:
-        names, keys, members = unpacked(block.footer, block.offset)
+        names, keys, found = unpacked(block.footer, block.offset)
         numbers = {name: number for number, name in enumerate(names)}
         present = [name for name in columns if name in numbers or name == KEY]
         wanted = [numbers[name] for name in present if name != KEY]
-        members = members[:, np.isin(members[1], wanted)]
         is_plain = store.local and compression(block.entry.path) is None
-        large = [number for number in wanted if is_plain and _is_large(members[:, members[1] == number])]
-        rest = members[:, ~np.isin(members[1], large)]
+        large = [number for number in wanted if is_plain and _is_large(found[:, found[1] == number])]
+        small = [number for number in wanted if number not in large]
+        rest = found[:, np.isin(found[1], small)]
         data, starts = _read(store, block, rest[2], rest[2] + rest[3])
-        found = {number: _gathered(data, starts, rest, number) for number in wanted if number not in large}
+        contents = {number: _gathered(data, starts, rest, number) for number in small}
         if large:
             with store.open(block.entry) as file:
-                found |= {number: _read_in_place(file, members[:, members[1] == number]) for number in large}
-        columns = [keys if name == KEY else _column(len(keys), *found[numbers[name]]) for name in present]
-        return table_of(present, columns, len(keys))
+                contents |= {number: _read_in_place(file, found[:, found[1] == number]) for number in large}
+        arrays = [keys if name == KEY else _column(len(keys), *contents[numbers[name]]) for name in present]
+        return table_of(present, arrays, len(keys))
 
 
 Contents = tuple[Int64Array, Int64Array, pa.Buffer]
@@ -308,7 +308,7 @@ def _read(store: Store, block: Block, offsets: Int64Array, stops: Int64Array) ->
     far = LOCAL_GAP if store.local else REMOTE_GAP
     cuts = np.flatnonzero(offsets[1:] - stops[:-1] > far) + 1
     starts, ends = offsets[[0, *cuts]], stops[[*(cuts - 1), -1]]
-    pieces = read_ranges(store, block, zip(starts.tolist(), ends.tolist(), strict=True))
+    pieces = read_ranges(store, block, list(zip(starts.tolist(), ends.tolist(), strict=True)))
     skipped = starts - (np.cumsum(ends - starts) - (ends - starts))
     run = np.searchsorted(starts, offsets, side="right") - 1
     return np.frombuffer(b"".join(pieces), np.uint8), offsets - skipped[run]

@@ -198,8 +198,11 @@ class IndexHeader:
             fields.append(pa.field(MODES, pa.list_(pa.int8())))
         return pa.schema(fields)
 
-    def documents_at(self, index: FileContents, start: int, stop: int) -> _Documents:
-        """Return the lengths and positions of some documents. Raise ValueError if they are damaged."""
+    def documents_at(self, index: FileContents, start: int, stop: int) -> tuple[npt.NDArray[Any], ...]:
+        """Return the first sequence of each of some documents, and the lengths, positions and modes of all sequences.
+
+        Raise ValueError if they are damaged.
+        """
         bounds = _array(index, "<i8", _HEADER.size + 12 * self.sequences + 8 * start, stop - start + 1)
         if (np.diff(bounds) < 0).any() or bounds[0] < 0 or bounds[-1] > self.sequences:
             raise ValueError(f"the document indices of documents {start} to {stop - 1} are not in order")
@@ -211,25 +214,9 @@ class IndexHeader:
         if len(lengths) and (lengths.min() < 0 or pointers.min() < 0 or (pointers % self.dtype.itemsize).any()):
             number = int(np.flatnonzero((lengths < 0) | (pointers < 0) | (pointers % self.dtype.itemsize != 0))[0])
             raise ValueError(f"sequence {first + number} has length {lengths[number]} at byte {pointers[number]}")
-        modes = None
-        if self.has_modes:
-            start_of_modes = _HEADER.size + 12 * self.sequences + 8 * (self.documents + 1)
-            modes = _array(index, "i1", start_of_modes + first, len(lengths))
-        return _Documents(bounds - first, lengths, pointers, modes)
-
-
-@dataclass(frozen=True)
-class _Documents:
-    """Sequences of some documents: document d has those from ``bounds[d]`` to ``bounds[d + 1]``."""
-
-    bounds: npt.NDArray[np.int64]
-    lengths: npt.NDArray[np.int32]
-    pointers: npt.NDArray[np.int64]
-    modes: npt.NDArray[np.int8] | None
-
-    def ends(self, width: int) -> npt.NDArray[np.int64]:
-        """Return the byte after each sequence."""
-        return self.pointers + self.lengths.astype(np.int64) * width
+        end = _HEADER.size + 12 * self.sequences + 8 * (self.documents + 1)
+        modes = _array(index, "i1", end + first, len(lengths)) if self.has_modes else lengths[:0]
+        return bounds - first, lengths, pointers, modes
 
 
 class MegatronFormat(Format):
@@ -298,9 +285,9 @@ def _batch(name: str, index: FileContents, tokens: FileContents, block: Block, r
     """Return the documents of a block. ``name``: that of the index."""
     assert block.end is not None
     header = IndexHeader.of(name, index)
-    documents = header.documents_at(index, block.offset, block.end)
-    width, bounds, lengths, pointers = header.dtype.itemsize, documents.bounds, documents.lengths, documents.pointers
-    stops = documents.ends(width)
+    bounds, lengths, pointers, modes = header.documents_at(index, block.offset, block.end)
+    width = header.dtype.itemsize
+    stops = pointers + lengths.astype(np.int64) * width
     start, stop = (int(pointers.min()), int(stops.max())) if len(pointers) else (0, 0)
     if stop > tokens.size:
         sequence = int(np.flatnonzero(stops > tokens.size)[0])
@@ -316,8 +303,8 @@ def _batch(name: str, index: FileContents, tokens: FileContents, block: Block, r
     columns = [_lists(values, ends[bounds], room)]
     if header.joined:
         columns.append(_lists(_copied(lengths, pa.int32(), room), bounds, room))
-    if documents.modes is not None:
-        columns.append(_lists(_copied(documents.modes, pa.int8(), room), bounds, room))
+    if header.has_modes:
+        columns.append(_lists(_copied(modes, pa.int8(), room), bounds, room))
     return pa.RecordBatch.from_arrays(columns, schema=header.schema)
 
 
