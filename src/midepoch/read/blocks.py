@@ -147,8 +147,9 @@ class Blocks:
             number, slab = self._slabs.popitem(last=False)
             self._held.remove(("slab", number))
             dropped += slab.blocks
-        for block in self._open.keys() & dropped:
-            self._forget(block)
+        if dropped:  # most calls release nothing
+            for block in self._open.keys() & dropped:
+                self._forget(block)
         return dropped
 
     def _room(self, block: int, size: int) -> npt.NDArray[np.uint8]:
