@@ -351,13 +351,10 @@ class Splits:
         if not isinstance(shards, list) or not all(_is_shard(shard) for shard in shards):
             raise StateError("the state is damaged: 'completed_shards' is not a list of shards.")
         data = self.leaf.source.fingerprint
-        for name, key, now in (
-            ("filters", "_filters", self.filter),
-            ("partitioning", "_partitioning", self.partitioning),
-        ):
-            if state.get("data") != data and key in state and state[key] != now:
-                raise self.mismatch(state, name, state[key], now)
         if state.get("data") != data:
+            for name, now in (("filters", self.filter), ("partitioning", self.partitioning)):
+                if (saved := state.get(f"_{name}", now)) != now:
+                    raise self.mismatch(state, name, saved, now)
             raise self.mismatch(state, "files", None, None, "the files differ" + self._changed(state.get("_files")))
         if self.leaf.order.shuffle is not None and state.get("_shuffle_seed", self.seed) != self.seed:
             raise self.mismatch(state, "shuffle_seed", state["_shuffle_seed"], self.seed)

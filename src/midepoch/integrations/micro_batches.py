@@ -64,16 +64,14 @@ class MicroBatches:
         if self._before is not None:  # a pass that was left in mid-step
             self.loader.load_state_dict(self._before)
             self._before = None
-        batches = iter(self.loader)
-        while True:
-            before = self.loader.state_dict() if self.per_step > 1 else None
-            batch = next(batches, self)
-            if batch is self:
-                return
+        batches, cuts = iter(self.loader), self.per_step > 1
+        before = self.loader.state_dict() if cuts else None
+        for batch in batches:  # not next(): an interrupt on its return would lose the batch
             parts = cut(batch, self._size)
             for number, part in enumerate(parts):
                 self._before = before if number + 1 < len(parts) else None
                 yield MicroBatch(part, number, len(parts))
+            before = self.loader.state_dict() if cuts else None
 
     def passes(self, epochs: int | None = None) -> Iterator[MicroBatch]:
         """Yield the micro-batches of all epochs before epoch ``epochs``, or of any number of them."""

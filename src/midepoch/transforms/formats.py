@@ -201,8 +201,7 @@ def _checked(name: str, column: pa.Array, batch: Batch, convert: Callable[[pa.Ar
             'with_format("numpy") or with_format("arrow").'
         ) from None
     except (UnicodeDecodeError, pa.ArrowException) as problem:
-        bad = next((i for i in range(len(column)) if not readable(column.slice(i, 1))), 0)
-        raise _unreadable(name, int(batch.rows[bad]), problem) from None
+        raise _unreadable(name, batch, lambda i: readable(column.slice(i, 1)), problem) from None
 
 
 def _decoded(name: str, column: Encoded, kind: str, batch: Batch) -> Any:
@@ -211,8 +210,7 @@ def _decoded(name: str, column: Encoded, kind: str, batch: Batch) -> Any:
     except Exception as problem:
         if isinstance(problem, MidepochError) or not is_damage(problem, of_row=True):
             raise
-        bad = next((i for i in range(len(column)) if not column.decodes(i)), 0)
-        raise _unreadable(name, int(batch.rows[bad]), problem) from problem
+        raise _unreadable(name, batch, column.decodes, problem) from problem
 
 
 class UnreadableError(CorruptBlockError):
@@ -223,7 +221,8 @@ class UnreadableError(CorruptBlockError):
         self.row = row
 
 
-def _unreadable(name: str, row: int, problem: Exception) -> UnreadableError:
+def _unreadable(name: str, batch: Batch, is_good: Callable[[int], bool], problem: Exception) -> UnreadableError:
+    row = int(batch.rows[next((i for i in range(len(batch)) if not is_good(i)), 0)])
     return UnreadableError(
         f"column {name!r} of row {row} of the dataset cannot be read: {type(problem).__name__}: {problem}. "
         'Restore the file, or open it with on_error="skip" to continue without such rows.',
