@@ -77,7 +77,7 @@ class Generation:
     @property
     def in_lanes(self) -> bool:
         """True if positions cannot be computed."""
-        return self.first.header.unit == "outputs"
+        return self.lanes > 0
 
     @property
     def lanes(self) -> int:
@@ -94,6 +94,11 @@ class Generation:
         """The cursor at which it begins, with the lanes of all ranks."""
         lanes = {number: lane for one in self.of_rank.values() for number, lane in one.header.cursor.lanes.items()}
         return Cursor(self.shape.epoch, lanes, self.before)
+
+    @cached_property
+    def lanes_ended(self) -> bool:
+        """True if all lanes had ended where it begins."""
+        return self.cursor.lanes_ended and len(self.cursor.lanes) == self.lanes
 
     @property
     def steps(self) -> dict[int, int]:
