@@ -33,7 +33,7 @@ from midepoch._internal.hints import hinted_methods
 from midepoch._internal.processes import alive, machine, silent_at_exit
 from midepoch.audit.documents import DocumentRecorder
 from midepoch.audit.journal import Journal
-from midepoch.audit.lanes import CURSORS, LaneRecorder, Marks
+from midepoch.audit.lanes import CURSORS, LaneMarks, LaneRecorder
 from midepoch.audit.orders import mix_of, order_name, save_lengths, save_order, stream_name
 from midepoch.audit.records import (
     ACKED,
@@ -437,7 +437,7 @@ class Ledger:
         self._see(last)
         self.sync()
 
-    def _end(self, marks: Marks) -> None:
+    def _end(self, marks: LaneMarks) -> None:
         """Record the end of the epoch, and the places of the lanes there, once. It may be known before."""
         if self._ends:
             self._ends = False

@@ -24,10 +24,6 @@ PassKey = tuple[Shape, tuple[int, int, int, int]]
 """Shape and beginning of a pass, which no other pass has."""
 
 
-Stretch = tuple[tuple[int, int], int]
-"""A start of the run, and how often it went back before."""
-
-
 @dataclass
 class Generation:
     """The records of one pass on all ranks."""
@@ -164,9 +160,10 @@ class Generation:
         return {one.header.branch for one in self.of_rank.values()}
 
     @cached_property
-    def stretch(self) -> Stretch:
-        """Its stretch. Ranks go back one after the other: what one has delivered since then, another does not take
-        back.
+    def stretch(self) -> tuple[tuple[int, int], int]:
+        """The start of the run, and how often it went back before.
+
+        Ranks go back one after the other. What one has delivered since then is not taken back by another.
         """
         return self.beginning[:2], max(int(branch.rpartition(".")[2]) for branch in self.branches)
 
