@@ -121,18 +121,12 @@ class LaneRun:
                 yield Interval(a.leaf, epoch, shard, 0, shard.before(self._rows[a.leaf]))
             yield Interval(b.leaf, b.epoch, b.lane, 0, b.row, (), ends)
 
-    def rows_before(self, one: Generation) -> int:
-        """Return the rows of the sources before the beginning of a pass, in all lanes."""
-        begin = (place for lane in range(one.lanes) for place in self.after(one, lane, 0))
-        return sum(self._total(place) if place.run else place.row for place in begin)
-
-    def rows_of(self, one: Generation, steps: int) -> int:
-        """Return the number of rows that the first steps of a pass consumed, in all lanes.
+    def consumed(self, one: Generation, steps: int) -> int:
+        """Return the number of rows of the sources before and in the first steps of a pass, in all lanes.
 
         If a mix iterates a source again, the first time is counted.
         """
-        places = ((self.after(one, lane, count) for count in (0, steps)) for lane in range(one.lanes))
-        return sum(self._consumed(end) - self._consumed(begin) for begin, end in places)
+        return sum(self._consumed(self.after(one, lane, steps)) for lane in range(one.lanes))
 
     def _consumed(self, places: Sequence[LeafPlace]) -> int:
         """Return the number of rows that first passes over the sources have consumed, including those in progress.
@@ -339,7 +333,8 @@ class LaneRun:
 
 def _own_rows(lane: Shard, positions: Int64Array) -> Int64Array:
     """Return the rows of a lane that have some of these positions of an epoch."""
-    return positions[positions % lane.count == lane.index] // lane.count
+    rows: Int64Array = positions[positions % lane.count == lane.index] // lane.count
+    return rows
 
 
 def _part(begins: tuple[tuple[str, int], ...], ends: tuple[tuple[str, int], ...]) -> str:

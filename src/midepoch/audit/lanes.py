@@ -33,7 +33,7 @@ from midepoch.transforms.packing import PackSpec
 Int64Array = npt.NDArray[np.int64]
 CURSORS = b"curs"
 """The kind of the records. The number of a record is that of its lane."""
-Marks = tuple[Sequence[Any], Sequence[int]]
+LaneMarks = tuple[Sequence[Any], Sequence[int]]
 """The lanes of a rank after a step: a mark of each, from which its cursor is computed, and the outputs it has taken."""
 At = Any
 """Cursor of a lane as nested lists of numbers (``listed``), which a record has."""
@@ -58,12 +58,12 @@ class LaneRecorder:
         self.numbers = numbers
         self.begin = [(number, _place(lane.taken, lane.at)) for number, lane in known]
         self._written = 0
-        self.pending: list[Marks] = []
+        self.pending: list[LaneMarks] = []
         """The lanes after each step that is not written yet."""
         self.last: StepOutputs | Cursor | None = None
         """The last of these steps."""
 
-    def marks(self, at: Cursor) -> Marks:
+    def marks(self, at: Cursor) -> LaneMarks:
         """Return where a cursor has the lanes."""
         lanes = [at.lanes[number] for number in self.numbers]
         return [lane.at for lane in lanes], [lane.taken for lane in lanes]
@@ -77,7 +77,7 @@ class LaneRecorder:
         lanes = enumerate(self.numbers if pending else ())
         return [(number, content) for lane, number in lanes for content in _records(lane, first, pending)]
 
-    def written(self, delivered: int) -> Marks | None:
+    def written(self, delivered: int) -> LaneMarks | None:
         """Note that the records of all delivered steps are written. Return the end of the epoch, if one came to it."""
         last, count = self.last, max(0, delivered - self._written)
         done = self.pending[:count]
@@ -88,13 +88,13 @@ class LaneRecorder:
         ended = last.ended if isinstance(last, StepOutputs) else last is not None and last.lanes_ended
         return done[-1] if ended and done and not self.pending else None
 
-    def end(self, marks: Marks) -> list[Any]:
+    def end(self, marks: LaneMarks) -> list[Any]:
         """Return the record of the end of the epoch: the place of each lane there."""
         lanes = zip(self.numbers, *marks, strict=True)
         return [[number, _place(taken, at_mark(mark))] for number, mark, taken in lanes]
 
 
-def _records(lane: int, first: int, pending: Sequence[Marks]) -> Iterator[bytes]:
+def _records(lane: int, first: int, pending: Sequence[LaneMarks]) -> Iterator[bytes]:
     """Yield the records of a lane: one, unless the shape of its cursors changes. ``first``: the first of the steps."""
     marks, taken = [marks[lane] for marks, _ in pending], [counts[lane] for _, counts in pending]
     values = _in_one_call(marks)

@@ -33,7 +33,7 @@ from midepoch._internal.hints import hinted_methods
 from midepoch._internal.processes import alive, machine, silent_at_exit
 from midepoch.audit.documents import DocumentRecorder
 from midepoch.audit.journal import ENDED, Journal
-from midepoch.audit.lanes import CURSORS, LaneRecorder, Marks
+from midepoch.audit.lanes import CURSORS, LaneMarks, LaneRecorder
 from midepoch.audit.orders import mix_of, order_name, save_lengths, save_order, stream_name
 from midepoch.audit.records import (
     ACKED,
@@ -47,7 +47,6 @@ from midepoch.audit.records import (
     Count,
     Figures,
     LeaseSteps,
-    MeasuredFigures,
     PassHeader,
     RecordedBatching,
     acknowledgement,
@@ -191,7 +190,7 @@ class Ledger:
         self._first = 0  # steps of the run before the pass
         self._gap = False  # True if the last pass could not be recorded
         self._began = self._mark = self._synced = self._waited = 0.0
-        self._measured: MeasuredFigures | None = None
+        self._measured: Any = None
         self._base, self._latest = Figures(), Figures()
         self._writing = RLock()  # a state may be saved in another thread, or by a handler of signals
         _ledgers.add(self)
@@ -237,7 +236,7 @@ class Ledger:
         spec: PipelineSpec,
         cursor: Cursor,
         batching: RecordedBatching,
-        measured: MeasuredFigures,
+        measured: Any,
         *,
         until: int = UNKNOWN,
         planning: Planning | None = None,
@@ -248,7 +247,7 @@ class Ledger:
     ) -> None:
         """Record that a pass begins at a cursor, in batches of some settings. ``until``: units of the epoch, if known.
 
-        ``planning``: of batches by tokens. ``measured``: the source of figures. ``sources``: names of the sources, if
+        ``planning``: of batches by tokens. ``measured``: the meter of the loader. ``sources``: names of the sources, if
         the documents of steps are recorded. ``leased``: the steps of its leases, if its batches are leases. ``load``: a
         state was loaded, and no pass is begun yet.
         """
@@ -296,7 +295,6 @@ class Ledger:
                 rank=shard.index,
                 ranks=shard.count,
                 workers=workers,
-                unit=spec.unit,
                 cursor=cursor.without_stages() if in_lanes else cursor,
                 lanes=spec.lanes if in_lanes else 0,
                 places=self.lanes.begin,
@@ -387,7 +385,6 @@ class Ledger:
         self.due = min(self._mark, now + _SEEN_SECONDS)
 
     def _write_mark(self, steps: int, now: float) -> None:
-        assert self._measured is not None
         waited = max(0.0, self._measured.all_waited - self._waited)
         self._latest = self._measured.figures()
         elapsed = max(0, int((now - self._began) * 1000))
@@ -436,13 +433,12 @@ class Ledger:
         self._ends = self._ends or not self.counters[Count.STEPS]  # without a step, this is all that it records
         self._end(self.lanes.marks(end))
         self._how = "on"
-        assert self._measured is not None
         last = self._measured.last_delivery or self._began  # as all marks, at a step: what follows is not its time
         self._write_mark(self.counters[Count.STEPS], last)
         self._see(last)
         self._sync_at(last)
 
-    def _end(self, marks: Marks) -> None:
+    def _end(self, marks: LaneMarks) -> None:
         """Record the end of the epoch, and the places of the lanes there, once. It may be known before."""
         if self._ends:
             self._ends = False

@@ -162,16 +162,13 @@ def save_order(folder: Path, spec: PipelineSpec) -> None:
     path = folder / f"{order_name(spec)}{SUFFIX}"
     if path.exists() and path.stat().st_size:
         return
-    arrays: dict[str, npt.NDArray[Any]] = {}
-    about: dict[str, Any] = dict(spec.identity)
-    if spec.unit == "rows":
-        arrays = _arrays(spec.leaf)
-        about["files"] = _files(spec.leaf)
-    else:
-        about["tree"] = tree_of(spec.node)
-        about["sources"] = [{**leaf_identity(leaf), "files": _files(leaf)} for leaf in spec.leaves]
-        for number, leaf in enumerate(spec.leaves):
-            arrays |= {f"{name}_{number}": array for name, array in _arrays(leaf).items()}
+    about = {
+        **spec.identity,
+        "tree": None if spec.unit == "rows" else tree_of(spec.node),
+        "sources": [{**leaf_identity(leaf), "files": _files(leaf)} for leaf in spec.leaves],
+    }
+    leaves = enumerate(spec.leaves)
+    arrays = {f"{name}_{number}": array for number, leaf in leaves for name, array in _arrays(leaf).items()}
     _write(path, about=np.frombuffer(json.dumps(about).encode(), dtype=np.uint8), **arrays)
 
 
@@ -275,13 +272,12 @@ class KnownOrder:
     @property
     def tree(self) -> dict[str, Any] | None:
         """The shape of the cursors of lanes, or None if positions can be computed."""
-        return self.about.get("tree")
+        tree: dict[str, Any] | None = self.about["tree"]
+        return tree
 
     @cached_property
     def sources(self) -> list[KnownSource]:
         """All sources, in the order of the tree."""
-        if self.tree is None:
-            return [KnownSource(self.about, self._stored)]
         sources = []
         for number, about in enumerate(self.about["sources"]):
             end = f"_{number}"

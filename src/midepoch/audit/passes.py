@@ -25,10 +25,6 @@ PassKey = tuple[Shape, tuple[int, int, int, int]]
 """Shape and beginning of a pass, which no other pass has."""
 
 
-Stretch = tuple[tuple[int, int], int]
-"""A start of the run, and how often it went back before."""
-
-
 @dataclass
 class Generation:
     """The records of one pass on all ranks."""
@@ -78,7 +74,7 @@ class Generation:
     @property
     def in_lanes(self) -> bool:
         """True if positions cannot be computed."""
-        return self.first.header.unit == "outputs"
+        return self.lanes > 0
 
     @property
     def lanes(self) -> int:
@@ -95,6 +91,11 @@ class Generation:
         """The cursor at which it begins, with the lanes of all ranks."""
         lanes = {number: lane for one in self.of_rank.values() for number, lane in one.header.cursor.lanes.items()}
         return Cursor(self.shape.epoch, lanes, self.before)
+
+    @cached_property
+    def lanes_ended(self) -> bool:
+        """True if all lanes had ended where it begins."""
+        return self.cursor.lanes_ended and len(self.cursor.lanes) == self.lanes
 
     @property
     def steps(self) -> dict[int, int]:
@@ -160,9 +161,10 @@ class Generation:
         return {one.header.branch for one in self.of_rank.values()}
 
     @cached_property
-    def stretch(self) -> Stretch:
-        """Its stretch. Ranks go back one after the other: what one has delivered since then, another does not take
-        back.
+    def stretch(self) -> tuple[tuple[int, int], int]:
+        """The start of the run, and how often it went back before.
+
+        Ranks go back one after the other. What one has delivered since then is not taken back by another.
         """
         return self.beginning[:2], max(int(branch.rpartition(".")[2]) for branch in self.branches)
 

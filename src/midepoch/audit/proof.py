@@ -21,13 +21,13 @@ from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from midepoch.audit.lanes import LaneTrack
-from midepoch.audit.passes import Generation, Stretch
+from midepoch.audit.passes import Generation
 from midepoch.order import Shard
 from midepoch.order.intervals import EMPTY, Intervals
 from midepoch.pipeline.cursor import LaneCursor, WindowAt
@@ -212,7 +212,7 @@ class History:
 
     def __init__(self, records: Sequence[Generation], run: Run) -> None:
         self._run, self.line = run, Line()
-        self._begun: set[tuple[Stretch, int, int]] = set()
+        self._begun: set[Any] = set()  # stretches, epochs and lanes in which the run has delivered something
         self._branches: list[Branch] = []
         self._forks = True  # the next pass begins a branch
         load: Generation | None = None

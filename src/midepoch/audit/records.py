@@ -18,7 +18,7 @@ from enum import IntEnum
 from functools import cached_property
 from itertools import pairwise, takewhile
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -32,7 +32,7 @@ from midepoch.order.intervals import EMPTY, Intervals
 from midepoch.pipeline.cursor import Cursor
 from midepoch.state.format import cursor_from_json, cursor_to_json, excluded_from_json
 
-VERSION = 6
+VERSION = 7
 SUFFIX = ".ledger"
 HEADER, MARK, SKIPPED, OVER, ACKED, RETURNED = b"pass", b"mark", b"skip", b"over", b"acks", b"back"
 SAVED = b"save"
@@ -98,21 +98,6 @@ class Figures(NamedTuple):
         return self._replace(**{name: getattr(delivered, name) for name in names})
 
 
-class MeasuredFigures(Protocol):
-    """The measurements of a loader, as far as the ledger records them."""
-
-    @property
-    def all_waited(self) -> float:
-        """Seconds that the model has waited for data since the loader was created."""
-
-    @property
-    def last_delivery(self) -> float | None:
-        """Time of the last delivery of a batch, by ``time.perf_counter``."""
-
-    def figures(self) -> Figures:
-        """Return the sums since the loader was created."""
-
-
 class Mark(NamedTuple):
     """An occasional record of a pass: steps so far, milliseconds since its first batch, milliseconds waited."""
 
@@ -156,7 +141,7 @@ class LeaseRecord(NamedTuple):
         """Return the leases of a pass of so many steps, by its records of acknowledgements and returns."""
         assert header.leases is not None
         left_out, first = header.leases
-        if header.unit == "outputs":
+        if header.lanes:
             own = Intervals.of(0, steps).minus(left_out)
             delivered = Intervals.of(own.starts + first, own.stops + first)
         else:
@@ -240,7 +225,6 @@ class PassHeader:
     rank: int
     ranks: int
     workers: int
-    unit: str
     cursor: Cursor
     """The cursor at which it begins. In lanes, without those of their stages."""
     lanes: int
@@ -276,8 +260,9 @@ class PassHeader:
             age = "a newer" if fields["version"] > VERSION else "an earlier development"
             raise StateError(f"it was written by {age} version of midepoch. Read it with that version")
         (epoch, steps, lanes), leases, mix = fields["cursor"], fields["leases"], fields["mix"]
+        unit = "outputs" if fields["lanes"] else "rows"
         found = {
-            "cursor": Cursor(epoch, cursor_from_json(lanes, fields["unit"], fields["lanes"]), steps),
+            "cursor": Cursor(epoch, cursor_from_json(lanes, unit, fields["lanes"]), steps),
             "batching": RecordedBatching(*fields["batching"]),
             "leases": None if leases is None else LeaseSteps(Intervals.decode(leases[0]), leases[1]),
             "mix": None if mix is None else RecordedMix(**mix),
@@ -287,8 +272,10 @@ class PassHeader:
     @property
     def shape(self) -> Shape:
         """Its fields that ranks have in common."""
-        apart = self.unit == "outputs"
-        position, steps = 0 if apart else self.cursor.position, 0 if apart or self.leases else self.cursor.steps
+        position, steps = (
+            0 if self.lanes else self.cursor.position,
+            0 if self.lanes or self.leases else self.cursor.steps,
+        )
         common = (self.attempt, self.stream, self.order, self.cursor.epoch, position, self.ranks, self.batching)
         return Shape(*common, steps)
 
@@ -358,7 +345,7 @@ class Passed:
     @cached_property
     def track(self) -> LaneTrack | None:
         """The cursors of its lanes, if positions cannot be computed."""
-        if self.header.unit != "outputs":
+        if not self.header.lanes:
             return None
         places, lanes = dict(self.header.places), self.header.cursor.lanes
         ended = frozenset(number for number in places if number in lanes and lanes[number].ended)
@@ -376,7 +363,7 @@ class Passed:
     @property
     def records_documents(self) -> bool:
         """True if the documents of its steps are recorded."""
-        return bool(self.header.sources) and self.header.unit == "outputs"
+        return bool(self.header.sources) and self.header.lanes > 0
 
     @cached_property
     def documents(self) -> RecordedDocuments:

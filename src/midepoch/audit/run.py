@@ -364,10 +364,10 @@ class Run:
         if over:  # of the ranks that share a lane, some may have left the epoch before others
             outputs = (outputs_in(one, lane, one.kept_steps) for one in kept for lane in range(one.lanes))
             lost = lost.union(EMPTY.union(*outputs).minus(units.kept).minus(units.excluded))
-        ended = self._lanes_ended(units)
+        ended = any(one.lanes_ended for one in units.records[-1:])
         cut = 0 if not over or left or ended or lanes_drop else total.begun  # it was left inside of its last rows
-        made = sum(self.lanes_of(one).rows_of(one, one.most_steps) for one in passes)
-        consumed = sum(self.lanes_of(one).rows_of(one, one.kept_steps) for one in kept)
+        made = sum(self._rows_of(one, one.most_steps) for one in passes)
+        consumed = sum(self._rows_of(one, one.kept_steps) for one in kept)
         excluded = sum(self.lanes_of(one).excluded_rows(one) for one in kept if one.first.header.excluded)
         return EpochProof(
             rows=total.consumed + total.dropped + left,
@@ -381,6 +381,10 @@ class Run:
             excluded_outputs=len(units.left_out),
             **counted,
         )
+
+    def _rows_of(self, one: Generation, steps: int) -> int:
+        lanes = self.lanes_of(one)
+        return lanes.consumed(one, steps) - lanes.consumed(one, 0)
 
     def _still_out(self, units: EpochUnits) -> tuple[int, int]:
         """Return the units that are leased and not acknowledged, and those that were returned."""
@@ -408,15 +412,10 @@ class Run:
         ranks = {rank for one in passes if one.shape.attempt == last.shape.attempt for rank in self._finished(one)}
         if not ranks >= set(last.of_rank):
             return False
-        if last.leases:
-            return not self._waits_for_others(last)
+        if last.leases:  # a rank that has no record of it may have a step of it
+            others = (Shard(rank, last.shape.ranks) for rank in last.missing)
+            return last.in_lanes or not any(self.plan_of(last).has_for(0, shard) for shard in others)
         return not last.missing or self._is_through(last)
-
-    def _waits_for_others(self, one: Generation) -> bool:
-        """Return True if a rank that has no record of a pass of leases has a step of it."""
-        if one.in_lanes:
-            return False
-        return any(self.plan_of(one).has_for(0, Shard(rank, one.shape.ranks)) for rank in one.missing)
 
     def _finished(self, one: Generation) -> set[int]:
         """Return the ranks that came to the end of the epoch in a pass."""
@@ -439,7 +438,7 @@ class Run:
         if not units.records:
             return bool(later)
         last = units.records[-1]
-        if last.in_lanes and self._lanes_ended(units):
+        if last.lanes_ended:
             return True
         if last.is_load and not later:
             return not last.in_lanes and last.cursor.begun and not self.plan_of(last).has(0)
@@ -450,15 +449,6 @@ class Run:
         if any(one.shape.attempt != last.shape.attempt or one.how != "on" for one in later):
             return True
         return not behind or any(behind & set(one.of_rank) for one in later)
-
-    @staticmethod
-    def _lanes_ended(units: EpochUnits) -> bool:
-        """Return True if all lanes had ended where the last record begins."""
-        if not units.records:
-            return False
-        last = units.records[-1]
-        lanes = last.cursor.lanes
-        return len(lanes) == last.lanes and all(lane.ended for lane in lanes.values())
 
     def _is_through(self, one: Generation) -> bool:
         """Return True if some rank has completed a pass of several steps, so that the others have begun it."""

@@ -273,8 +273,7 @@ def _parts(run: Run, one: Generation, kept_steps: int) -> list[tuple[int, int, f
     """
     if one.lanes:
         lanes = run.lanes_of(one)
-        begin = lanes.rows_before(one)
-        reached, made = (begin + lanes.rows_of(one, steps) for steps in (kept_steps, max(one.steps.values())))
+        begin, reached, made = (lanes.consumed(one, steps) for steps in (0, kept_steps, one.most_steps))
         return [(begin, reached, 1.0, False), (reached, made, 1.0, True)]
     common, most = (pick(min(count, kept_steps) for count in one.steps.values()) for pick in (min, max))
     common = 0 if one.missing else common
