@@ -75,9 +75,7 @@ def records_in(data: Any) -> Iterator[Record]:
 
 def is_cut(data: bytes) -> bool:
     """Return True if the end of a journal is missing, as after a copy that was not complete, or on a full disk."""
-    last = None
-    for last in records_in(data):
-        pass
+    last = next(iter([*records_in(data)][-1:]), None)
     end = 0 if last is None else last.place + _HEAD.size + len(last.content) + -len(last.content) % 8
     is_closed = last is not None and last.kind == ENDED
     return bool(data) and not is_closed and data[end : end + _HEAD.size] != bytes(_HEAD.size)
@@ -149,9 +147,21 @@ class Journal:
         if self.is_open:
             os.fsync(self._file)
 
+    def end(self) -> None:
+        """Record that nothing follows, and close the file. If that fails, it is left as by a process that died."""
+        if self.is_open:
+            with suppress(OSError):
+                self.append(ENDED, b"")
+                self.sync()
+                self.trim()
+        self._close()
+
     def close(self) -> None:
         """Cut the file to its records, and close it."""
         self.trim()
+        self._close()
+
+    def _close(self) -> None:
         file, self._file, self._pages = self._file, -1, None
         if file >= 0 and self._owner == os.getpid():
             os.close(file)

@@ -32,7 +32,7 @@ from typing import Any, NamedTuple
 from midepoch._internal.hints import hinted_methods
 from midepoch._internal.processes import alive, machine, silent_at_exit
 from midepoch.audit.documents import DocumentRecorder
-from midepoch.audit.journal import ENDED, Journal
+from midepoch.audit.journal import Journal
 from midepoch.audit.lanes import CURSORS, LaneMarks, LaneRecorder
 from midepoch.audit.orders import mix_of, order_name, save_lengths, save_order, stream_name
 from midepoch.audit.records import (
@@ -491,11 +491,7 @@ class Ledger:
         self.counters = list(self.counters)  # what follows is not in the file any more
         self.documents.close()
         if journal is not None:
-            with suppress(OSError):
-                if journal.is_open:
-                    journal.append(ENDED, b"")
-                    journal.sync()
-            journal.close()
+            journal.end()
 
     @silent_at_exit
     def __del__(self) -> None:

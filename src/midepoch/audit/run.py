@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -224,8 +225,8 @@ class Run:
             if one.lost
         ]
         problems += [
-            f"the end of {name} is missing: the file was cut after it was written. Restore it from a copy. Rows counted "
-            "as never may have been delivered"
+            f"the end of {name} is missing: the file was cut after it was written. Restore it from a copy. Rows "
+            "counted as never may have been delivered"
             for name in self._cut
         ]
         problems += [
