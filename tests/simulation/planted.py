@@ -360,7 +360,7 @@ SOON = {
     "a ledger that misses a step": 19,
     "a save in the background of values that change": 96,
     "an error in the background is forgotten": 74,
-    "an answer of the store counts as failure": 161,
+    "an answer of the store counts as failure": 243,
     "a forgetful start removes the steps of the one before": 8,
     "batches of the pass before": 66,
     "rows made before they were excluded": 177,

@@ -33,8 +33,8 @@ from midepoch.errors import CheckpointDamagedError, CheckpointError
 _NO_PLAIN_FILE = (errno.ELOOP, errno.ENOTDIR, errno.ENXIO, errno.EISDIR, errno.ENAMETOOLONG)
 _UNREADABLE = (errno.EACCES, errno.EPERM, errno.EIO)
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EFBIG)
-_WRITE_AHEAD = 16 << 20
-"""Least bytes of a write that the disk is told of. It need not keep them in memory either: nobody reads them soon."""
+_WRITE_AHEAD = 32 << 20
+"""Bytes written before the disk is told to begin. It may drop them from memory, too: nobody reads them soon."""
 _COPY = re.compile(rf"step_{NUMBER}\Z|\.step_{NUMBER}\.[0-9a-f]+\.(saving|old)\Z")
 _PAUSE, _TIMEOUT = 0.005, 10.0
 """Seconds between two looks, and seconds to wait for the removal of an empty folder."""
@@ -72,16 +72,17 @@ class LocalSink:
     """Sink into a local file. The disk begins while it is written, so that the sync at the end has little to do."""
 
     def __init__(self, fd: int) -> None:
-        self._fd, self._size = fd, 0
+        self._fd, self._size, self._begun = fd, 0, 0
 
     def write(self, data: memoryview, /) -> None:
-        start = self._size
         while len(data):
             size = os.write(self._fd, data)
             data = data[size:]
             self._size += size
-        if self._size - start >= _WRITE_AHEAD and hasattr(os, "posix_fadvise"):
-            os.posix_fadvise(self._fd, start, self._size - start, os.POSIX_FADV_DONTNEED)
+        if self._size - self._begun >= _WRITE_AHEAD:
+            with suppress(OSError, AttributeError):  # it only saves time, and not all systems have it
+                os.posix_fadvise(self._fd, self._begun, self._size - self._begun, os.POSIX_FADV_DONTNEED)
+            self._begun = self._size
 
 
 @contextmanager

@@ -170,6 +170,7 @@ def _options(address: str, given: Mapping[str, Any]) -> dict[str, Any]:
 _FILE = re.compile(rf"step_{NUMBER}/([0-9a-f]+)/(.+)\Z")
 _CLAIM = "claim"
 _PART_BYTES = 16 << 20
+_temporary_folder = partial(tempfile.TemporaryDirectory[str], prefix="midepoch-checkpoint-", ignore_cleanup_errors=True)
 
 
 class RemoteStore:
@@ -197,7 +198,8 @@ class RemoteStore:
 
     @contextmanager
     def scratch(self, place: str, name: str) -> Iterator[Path]:
-        with _temporary_folder() as folder:
+        with _temporary_folder() as temporary:
+            folder = Path(temporary)
             yield folder / name
             for path in sorted(path for path in (folder / name).rglob("*") if path.is_file()):
                 with path.open("rb") as file, self.sink(place, path.relative_to(folder).as_posix()) as sink:
@@ -208,11 +210,11 @@ class RemoteStore:
     def local_copy(self, manifest: Manifest) -> Iterator[Path]:
         with _temporary_folder() as folder:
             for name, sums in manifest.files.items():
-                target = folder / name
+                target = Path(folder, name)
                 target.parent.mkdir(parents=True, exist_ok=True)
                 with target.open("wb") as file:
                     verify_file(self.source(manifest.place, name), sums, name, partial(write_at, file.fileno()))
-            yield folder
+            yield Path(folder)
 
     def copies(self, step: int | None = None) -> Sequence[Copy]:
         copies: dict[str, Copy] = {}
@@ -282,9 +284,3 @@ class _RemoteSource:
             return self._objects.read_into(self._path, data, offset)
         except FileNotFoundError:
             raise CheckpointDamagedError(f"{self._path} is missing") from None
-
-
-@contextmanager
-def _temporary_folder() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(prefix="midepoch-checkpoint-", ignore_cleanup_errors=True) as folder:
-        yield Path(folder)

@@ -341,8 +341,10 @@ def _children_of(value: Any) -> Any:
     """Return the children of a container by name or number, or None for any other value."""
     if is_mapping(value):
         return value
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return dict(zip(value._fields, value, strict=True))
     if isinstance(value, (list, tuple)):
-        return value._asdict() if hasattr(value, "_fields") else dict(enumerate(value))
+        return dict(enumerate(value))
     children = node_children(value)
     return None if children is None else dict(children)
 
