@@ -57,10 +57,10 @@ def show(folder: Path, rows: int) -> bool:
         make_data(folder, rows)
     with progress_of(console) as progress:
         whole, killed = folder / "uninterrupted", folder / "killed"
-        train(folder, whole, 2, progress, "1. uninterrupted, 2 workers", steps)
-        train(folder, killed, 2, progress, f"2. 2 workers, kill -9 at step {kill_at}", kill_at, kill=True)
+        train(whole, 2, progress, "1. uninterrupted, 2 workers", steps)
+        train(killed, 2, progress, f"2. 2 workers, kill -9 at step {kill_at}", kill_at, kill=True)
         cut, log = int(saved(killed / "checkpoint.pt")["step"]), read_log(killed)
-        train(folder, killed, 3, progress, f"3. resumed at step {cut} with 3 workers", steps, first=cut)
+        train(killed, 3, progress, f"3. resumed at step {cut} with 3 workers", steps, first=cut)
     proved = prove(whole, killed, log, cut, rows)
     console.print(f"[dim]{time.monotonic() - started:.0f} s[/dim]")
     return proved
@@ -99,7 +99,6 @@ def make_data(folder: Path, rows: int) -> None:
 
 
 def train(
-    folder: Path,
     run: Path,
     workers: int,
     progress: Progress,
@@ -112,8 +111,8 @@ def train(
     """Run the training in a separate process, which prints its steps. With ``kill``, kill it at the last step."""
     run.mkdir(exist_ok=True)
     (run / "rows.log").unlink(missing_ok=True)
-    command = [sys.executable, "-m", "midepoch.demo.train", f"--data={folder}/data/*.parquet"]
-    command += [f"--cache={folder}/cache", f"--run={run}", f"--num-workers={workers}", f"--epochs={EPOCHS}"]
+    command = [sys.executable, "-m", "midepoch.demo.train", f"--run={run}"]
+    command += [f"--num-workers={workers}", f"--epochs={EPOCHS}"]
     if kill:
         command += [f"--wait-at={last + 20}"]  # on a busy machine it might finish before it is killed
     task = progress.add_task(what, total=last, completed=first)

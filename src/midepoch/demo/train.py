@@ -24,9 +24,7 @@ def words_to_features(row: dict[str, Any]) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--data", required=True, help="glob of Parquet files")
-    parser.add_argument("--cache", required=True)
-    parser.add_argument("--run", required=True, type=Path, help="folder for checkpoint and log")
+    parser.add_argument("--run", required=True, type=Path, help="folder for checkpoint and log, beside the data")
     parser.add_argument("--num-workers", type=int, default=2)
     parser.add_argument("--epochs", type=int, default=2)
     parser.add_argument("--wait-at", type=int, help="step at which to wait for the kill")
@@ -37,7 +35,10 @@ def main() -> None:
     model = torch.nn.Sequential(torch.nn.EmbeddingBag(VOCABULARY, 16), torch.nn.ReLU(), torch.nn.Linear(16, 2))
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
 
-    ds = midepoch.load_dataset("parquet", data_files=args.data, cache_dir=args.cache, split="train")
+    folder = args.run.parent
+    ds = midepoch.load_dataset(
+        "parquet", data_files=f"{folder}/data/*.parquet", cache_dir=folder / "cache", split="train"
+    )
     ds = ds.shuffle(seed=42).map(words_to_features, remove_columns="text")
     loader = ds.loader(batch_size=64, num_workers=args.num_workers)
 

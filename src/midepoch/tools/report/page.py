@@ -257,8 +257,14 @@ def _pieces(run: Run, starts: dict[str, int], kept: set[Any]) -> dict[int, list[
     for one in [*run.generations, *(one for one in run.every if one.key not in kept)]:
         pieces = found[one.shape.epoch]
         for first, stop, share, again in _parts(run, one, one.kept_steps if one.key in kept else 0):
-            about = {"start": starts[one.shape.attempt], "ranks": one.shape.ranks, "share": share, "again": again}
-            piece = {**about, "from": first, "to": stop}
+            piece = {
+                "start": starts[one.shape.attempt],
+                "ranks": one.shape.ranks,
+                "from": first,
+                "to": stop,
+                "share": share,
+                "again": again,
+            }
             if pieces and piece == {**pieces[-1], "from": pieces[-1]["to"], "to": stop}:
                 pieces[-1]["to"] = stop  # a pass may have been left and continued
             elif stop > first:
