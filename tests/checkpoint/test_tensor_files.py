@@ -1,6 +1,8 @@
-"""Arrays that are read later: into memory of their own, or into an array."""
+"""Arrays that are read later: into memory of their own, into an array, or through a small buffer onto a device."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,5 +24,9 @@ def test_all_chunks_arrive(length: int, threads: int, monkeypatch: pytest.Monkey
     assert torch.equal(array.read(), values)
     target = torch.zeros(length)
     assert array.read_into(target) is target and torch.equal(target, values)
+    onto_device: Any = torch.zeros(length)
+    if length:
+        array._fill_device(onto_device.view(torch.uint8))  # the way of all devices but the CPU
+    assert torch.equal(onto_device, values)
     strided = torch.zeros(length, 2)[:, 0]
     assert torch.equal(array.read_into(strided), values)

@@ -318,16 +318,28 @@ class StoredArray:
         """Fill a torch or numpy array of the same specification, and return it."""
         if self.spec.library == "numpy":
             self._fill(target.reshape(-1).view(np.uint8))
-        elif target.device.type != "cpu" or not target.is_contiguous():
+        elif not target.is_contiguous():
             target.detach().copy_(self.read())
         elif target.numel():
-            self._fill(flat_bytes(target).numpy())
+            flat = flat_bytes(target)
+            if target.device.type == "cpu":
+                self._fill(flat.numpy())
+            else:
+                self._fill_device(flat)
         return target
 
     def _fill(self, data: Bytes) -> None:
         starts = range(0, len(data), _CHUNK)
         threads = _READERS if len(starts) > 1 else 1
         run_in_threads(threads, lambda start: self._read(data[start : start + _CHUNK], start), starts)
+
+    def _fill_device(self, flat: Any) -> None:
+        torch: Any = sys.modules["torch"]
+        chunk = np.empty(min(_CHUNK, len(flat)), np.uint8)
+        for start in range(0, len(flat), _CHUNK):
+            part = chunk[: len(flat) - start]
+            self._read(part, start)
+            flat[start : start + len(part)].copy_(torch.from_numpy(part))
 
     def _read(self, data: Bytes, start: int) -> None:
         if self.source.read_into(data.data, self.offset + start) != len(data):

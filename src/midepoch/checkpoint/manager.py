@@ -383,7 +383,8 @@ class PipelineCheckpoint:
         """Remove a step."""
         self._background.wait()
         if integer(step, "delete") not in self._steps.numbers():
-            restoring.named_manifest(self._steps, step)  # raises CheckpointNotFoundError
+            there = ", ".join(map(str, self.steps())) or "none"
+            raise CheckpointNotFoundError(f"{self._steps.name} has no step {step}. Existing steps: {there}.")
         self._steps.remove(step)
         self._kept -= {step}
 
