@@ -116,8 +116,8 @@ class PartWriter:
         report(done, total)
         for table in chain(tables, [None]):
             if table is not None:
-                part.append(copied(table))
-                rows, size = rows + table.num_rows, size + sum(map(get_record_batch_size, part[-1].to_batches()))
+                part.append(table)
+                rows, size = rows + table.num_rows, size + sum(map(get_record_batch_size, table.to_batches()))
                 report(done + rows, total)
             if part and (table is None or size >= PART_BYTES):
                 name = self.finish(part)
