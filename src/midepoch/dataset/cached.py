@@ -132,7 +132,7 @@ def _write(ds: Dataset, writer: PartWriter, num_workers: int, report: Progress) 
             for table in loader:
                 if writer.schema is None:
                     writer.schema = _with_features(ds, table.schema.remove_metadata())
-                yield writer.fitted(table)
+                yield parts.copied(writer.fitted(table))
 
         def note(name: str, rows: int) -> None:
             writer.note(f"{name}.json", {"rows": rows, "state": loader.state_dict()})

@@ -75,13 +75,13 @@ def mix(
         if isinstance(value, str) and value in _ENDS:
             raise TypeError(f"mix({name}=…) got {value!r}, by its position. Name it: mix(sources, stop={value!r}).")
     parts = _parts(sources, "mix")
+    if length is not None and getattr(weights, "unit", "rows") != "tokens":
+        raise ValueError("mix(length=…) is for a schedule that counts tokens. Omit it.")
     if isinstance(weights, Schedule):
         base = _scheduled(parts, names, weights, check_seed(seed), stop, length)
         return _combined(base, sources)
     if isinstance(weights, (str, bytes, PathLike)):
         raise TypeError(f"mix takes weights or a Schedule, got {weights!r:.60}. Read a file with Schedule.load(path).")
-    if length is not None:
-        raise ValueError("mix(length=…) is for a schedule that counts tokens. Omit it.")
     try:
         chosen = [1.0] * len(parts) if weights is None else [float(weight) for weight in weights]
     except (TypeError, ValueError):
@@ -125,8 +125,6 @@ def _scheduled(
                 f"mix: source {name!r} has no rows, and the schedule has a weight for it. Check its path, or remove it "
                 "from the schedule."
             )
-    if length is not None and schedule.unit != "tokens":
-        raise ValueError("mix(length=…) is for a schedule that counts tokens. This one counts rows: omit it.")
     weights = tuple(float(schedule.plan[0].weights.get(name, 0)) for name in names)
     return Mix(parts, weights, seed, "never", names, schedule, None if length is None else (length, 0))
 

@@ -185,8 +185,9 @@ class Dataset(Resumable):
         fields = ", ".join(
             f"{field.name} ({self._feature(field.name) or field.type})" for field in reading.schema_before_running(self)
         )[:2000]
+        rows_text = "any number" if about is None else f"{'' if spec.numbered is not None else 'about '}{about:,}"
         shown = {
-            "rows": f"{_count(about, spec.numbered is not None)} in {spec.files_text}",
+            "rows": f"{rows_text} in {spec.files_text}",
             "order": shuffle.text if shuffle is not None else None,
             "steps": None if spec.node.text == "none" else spec.node.text,
             "at": None if at == Cursor() else f"epoch {at.epoch}, position {at.position:,}",
@@ -200,7 +201,7 @@ class Dataset(Resumable):
         """Return the first rows of the epoch as stored. None if that could take long: by functions, or from a store."""
         spec = self.pipeline
         remote = any(leaf.source.access and not leaf.source.access.store.local for leaf in spec.node.leaves)
-        if spec.numbered is None or not len(self) or spec.node.functions or self._has_items or remote:
+        if spec.numbered is None or not len(self) or spec.node.functions or spec.format == ITEMS or remote:
             return []
         try:
             found: list[dict[str, Any]] = self.with_format("arrow")[: min(_SHOWN, len(self))].to_pylist()
@@ -237,14 +238,6 @@ class Dataset(Resumable):
     sort = rows.sort
     with_lanes = rows.with_lanes
     shard = rows.shard
-
-    @property
-    def _input_format(self) -> str:
-        return "python" if self.pipeline.format in (None, ITEMS) else self.pipeline.format
-
-    @property
-    def _has_items(self) -> bool:
-        return self.pipeline.format == ITEMS
 
     def _feature(self, column: str) -> str | None:
         found = [leaf.source.features.get(leaf.head.get(column, "")) for leaf in self.pipeline.node.leaves]
@@ -555,7 +548,3 @@ class Dataset(Resumable):
 
 for _name, _hint in habits.OPENERS.items():
     setattr(Dataset, _name, Elsewhere("the class Dataset", _name, _hint))
-
-
-def _count(rows: int | None, known: bool) -> str:
-    return "any number" if rows is None else f"{rows:,}" if known else f"about {rows:,}"

@@ -18,7 +18,7 @@ from midepoch.pipeline.node import Mix, Rebatch
 from midepoch.transforms import FilterExpression, FilterRows, FlatMap, Map
 from midepoch.transforms.batch import check_columns
 from midepoch.transforms.encode import NAME_COLUMNS, ClassCodes, OfItem, Tokenize, Transform, is_tokenizer
-from midepoch.transforms.formats import ITEM
+from midepoch.transforms.formats import ITEM, ITEMS
 from midepoch.transforms.packing import TOKENIZE_FIRST
 
 if TYPE_CHECKING:
@@ -253,7 +253,8 @@ def _arguments(
             "%s(%s) draws from the generator %r, of which every worker has a copy: the numbers depend on the workers, "
             "and a resume repeats them. Use with_generator=True.", kind, _name(function), own,
         )  # fmt: skip
-    if self._input_format == "arrow" and not batched and kind in ("map", "filter"):
+    given = self.pipeline.format
+    if given == "arrow" and not batched and kind in ("map", "filter"):
         warn_once(
             "%s(%s) gets a table of one row after with_format('arrow'). For a dict, call with_format after it.",
             kind,
@@ -263,7 +264,7 @@ def _arguments(
     if used is not None and self._columns is not None:
         remedy = "For a column of another name: tokenize(tokenizer, 'its name')." if kind == "tokenize" else ""
         check_used(self, used, _name(function) if kind == "tokenize" else f"{kind}({_name(function)})", remedy)
-    if self._has_items:
+    if given == ITEMS:
         if batched or used is not None or kind not in ("map", "filter", "flat_map"):
             raise ValueError(f"{kind}: a row is an item here, without columns. {NAME_COLUMNS}")
         function, used = OfItem(function, kind), (ITEM,)
@@ -276,7 +277,7 @@ def _arguments(
         "with_generator": one_of(with_generator, (True, False, "numpy", "torch"), "with_generator"),
         "input_columns": used,
         "fn_kwargs": dict(fn_kwargs or {}),
-        "input_format": self._input_format,
+        "input_format": "python" if given in (None, ITEMS) else given,
         "seed_globals": seed_globals,
         "on_error": one_of(on_error, ON_ERROR, "on_error"),
     }

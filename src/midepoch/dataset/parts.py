@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
@@ -18,7 +17,7 @@ from midepoch._internal.progress import Progress
 from midepoch.errors import ColumnError, MidepochError
 from midepoch.sources import Source
 from midepoch.sources.lake import open_index
-from midepoch.storage.cache_files import atomic_write, temporary_path
+from midepoch.storage.cache_files import atomic_file, atomic_write
 from midepoch.transforms.columns import common_type, converted
 
 ROWS = 1000
@@ -81,9 +80,8 @@ class PartWriter:
 
     def finish(self, tables: Sequence[pa.Table], *, rows: int | None = None) -> str:
         """Write a part in batches of ``rows`` rows, and return the name of its file."""
-        assert self.schema is not None
         name = part_name(len(self.schemas))
-        self._write(name, [_as(table, self.schema) for table in tables], self.schema, rows)
+        self._write(name, tables, rows)
         self.schemas.append(self.schema)
         return name
 
@@ -105,8 +103,8 @@ class PartWriter:
         report(done, total)
         for table in chain(tables, [None]):
             if table is not None:
-                part.append(copied(table))
-                rows, size = rows + table.num_rows, size + sum(map(get_record_batch_size, part[-1].to_batches()))
+                part.append(table)
+                rows, size = rows + table.num_rows, size + sum(map(get_record_batch_size, table.to_batches()))
                 report(done + rows, total)
             if part and (table is None or size >= PART_BYTES):
                 name = self.finish(part)
@@ -120,29 +118,20 @@ class PartWriter:
         for number, schema in enumerate(self.schemas):
             if self.schema is not None and not schema.equals(self.schema):
                 with pa.memory_map(str(self.folder / part_name(number))) as file:
-                    table = _as(pa.ipc.open_file(file).read_all(), self.schema)
-                    self._write(part_name(number), [table], self.schema)
+                    self._write(part_name(number), [pa.ipc.open_file(file).read_all()])
         self.note(COMPLETE, {"parts": len(self.schemas), **about})
 
     def note(self, name: str, content: dict[str, Any]) -> None:
         with self.writing():
             atomic_write(self.folder / name, json.dumps(content).encode())
 
-    def _write(self, name: str, tables: Sequence[pa.Table], schema: pa.Schema, rows: int | None = None) -> None:
-        path = self.folder / name
-        temporary = temporary_path(path)
-        try:
-            with self.writing():
-                with temporary.open("wb") as file:
-                    with pa.ipc.new_file(file, schema) as writer:
-                        for table in tables:
-                            writer.write_table(copied(table), max_chunksize=rows or ROWS)
-                    file.flush()
-                    os.fsync(file.fileno())  # the note after it must not outlive the part
-                os.replace(temporary, path)
-        finally:
-            with suppress(OSError):
-                temporary.unlink()
+    def _write(self, name: str, tables: Sequence[pa.Table], rows: int | None = None) -> None:
+        schema = self.schema
+        assert schema is not None
+        # The file is on disk when this returns: the note after it must not outlive the part.
+        with self.writing(), atomic_file(self.folder / name) as file, pa.ipc.new_file(file, schema) as writer:
+            for table in tables:
+                writer.write_table(copied(_as(table, schema)), max_chunksize=rows or ROWS)
 
     @contextmanager
     def writing(self) -> Iterator[None]:

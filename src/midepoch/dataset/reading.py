@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, TypeVar, cast, overload
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -263,26 +263,17 @@ class Column(Sequence[Any]):
     def __getattr__(self, name: str) -> Any:
         raise no_attribute("a column", name, (), {name: "Its values are column[:], or np.asarray(column)."})
 
-    @overload
-    def __getitem__(self, key: int) -> Any: ...
-    @overload
-    def __getitem__(self, key: slice) -> Any: ...
-    @overload
-    def __getitem__(self, key: str) -> Column: ...
     def __getitem__(self, key: Any) -> Any:
         """Return one value, or those of a slice or list of numbers; for the name of a field of structs, its column."""
-        if isinstance(key, str):
-            self._check_field(key)
-            return Column(self._dataset, self.name, (*self._fields, key))
-        return self._of(self._dataset[key])
-
-    def _check_field(self, key: str) -> None:
+        if not isinstance(key, str):
+            return self._of(self._dataset[key])
         kind = self._dataset.schema.field(self.name).type
         for name in self._fields:
             kind = kind.field(name).type
         if not pa.types.is_struct(kind):
             raise TypeError(f"{self!r} is {kind}, which has no fields: it is indexed by row numbers, got {key!r}")
         check_columns([key], [kind.field(at).name for at in range(kind.num_fields)], repr(self))
+        return Column(self._dataset, self.name, (*self._fields, key))
 
     def _of(self, rows: Any) -> Any:
         """Return the values of a row, or of rows in any format."""
@@ -299,8 +290,7 @@ class Column(Sequence[Any]):
         return values
 
     def __iter__(self) -> Iterator[Any]:
-        spec = self._dataset.pipeline
-        fresh = type(self._dataset)(spec, Cursor(self._dataset.epoch))
+        fresh = type(self._dataset)(self._dataset.pipeline, Cursor(self._dataset.epoch))
         for batch in fresh.iter(_BATCH):
             yield from _rows(self._of(batch))
 

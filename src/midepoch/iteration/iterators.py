@@ -212,16 +212,16 @@ class LaneRows:
     def rows(self) -> DeliveredRows | None:
         """Return the next outputs, as many as can be made quickly, or None at the end."""
 
-        def present(batch: Batch) -> list[Any]:
+        def objects(batch: Batch) -> list[Any]:
             return present_rows(batch, self._format)
 
         try:
-            chunk = self._take(self._size, present)
+            chunk = self._take(self._size, objects)
         except Exception:
             if self._size == _FIRST:
                 raise
             self._size = _FIRST  # the good ones before the one that fails are delivered first
-            chunk = self._take(_FIRST, present)
+            chunk = self._take(_FIRST, objects)
         self._size = min(2 * self._size, _MOST)
         return chunk
 

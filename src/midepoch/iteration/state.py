@@ -408,22 +408,18 @@ class IterationState:
             self._latest, self._delivered, self.start = None, cursor, Cursor(cursor.epoch)
 
 
-_registered: set[type] = set()
-
-
 def register_with_torch(kind: type) -> None:
     """Make a class an iterable dataset of torch, if torch is imported. Never import it for that.
 
     DataLoader and frameworks ask ``isinstance(ds, torch.utils.data.IterableDataset)``, and some of them
     ``isinstance(ds, torch.utils.data.Dataset)``, which has no registry: it becomes a base class.
     """
-    data = sys.modules.get("torch.utils.data")
-    if kind not in _registered and data is not None and hasattr(data, "IterableDataset"):
-        _registered.add(kind)
-        kind.__bases__ = (*kind.__bases__, data.IterableDataset)
-        data.IterableDataset.register(kind)  # it may have noted before that the class is none
+    base = getattr(sys.modules.get("torch.utils.data"), "IterableDataset", None)
+    if base is not None and base not in kind.__mro__:
+        kind.__bases__ = (*kind.__bases__, base)
+        base.register(kind)  # it may have noted before that the class is none
 
 
 def is_registered(kind: type) -> bool:
     """Return True if a class is an iterable dataset of torch."""
-    return any(each in _registered for each in kind.__mro__)
+    return any(each.__module__.startswith("torch.") for each in kind.__mro__)
