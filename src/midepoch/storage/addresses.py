@@ -84,11 +84,11 @@ def resolve(
 
 def check_utf8(*paths: str) -> None:
     """Raise FormatError for a path that is not UTF-8: pyarrow cannot open it, and a state cannot name it."""
-    for path in paths:
-        try:
-            path.encode()
-        except UnicodeEncodeError:
-            raise FormatError(f"{path!r}: the name of the file is not UTF-8. Rename it.") from None
+    try:
+        "".join(paths).encode()
+    except UnicodeEncodeError:
+        path = next(path for path in paths if path.encode(errors="replace") != path.encode(errors="surrogatepass"))
+        raise FormatError(f"{path!r}: the name of the file is not UTF-8. Rename it.") from None
 
 
 def _given(filesystem: Any, address: Address, retry: Retry) -> tuple[Store, str]:
