@@ -187,6 +187,7 @@ class Ledger:
         self._how, self._passed = "fresh", False  # how the run comes to its next pass; True if one was begun
         self._branch, self._moved = "", False  # of the run; True once a step of it or the end of an epoch is recorded
         self._rows, self._beside, self._ends = ("", 0), False, False
+        self._spec: PipelineSpec | None = None  # whose order is stored
         self._first = 0  # steps of the run before the pass
         self._gap = False  # True if the last pass could not be recorded
         self._began = self._mark = self._synced = self._waited = 0.0
@@ -254,7 +255,8 @@ class Ledger:
         shard, attempt = spec.shard, self._attempt_of(spec.shard)
         self._how = "loaded" if load else "on" if self.counters[Count.STEPS] else self._how
         self._moved = not load and self._has_moved
-        self._rows = (stream_name(spec, self.name), shard.index)
+        if spec is not self._spec:  # in most epochs it is that of the one before
+            self._rows = (stream_name(spec, self.name), shard.index)
         if load or not self._branch:
             _branches[attempt, self._rows] += 1
             self._branch = f"{_mark_of(attempt)}.{_branches[attempt, self._rows]}"
@@ -275,7 +277,9 @@ class Ledger:
             number = next(_numbers)
             if sources and in_lanes and not load:
                 self.documents.begin(journal.path, number)
-            save_order(self.folder, spec)
+            if spec is not self._spec:
+                save_order(self.folder, spec)
+                self._spec = spec
             if planning is not None:
                 save_lengths(self.folder, spec, planning)
             header = PassHeader(
