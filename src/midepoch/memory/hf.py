@@ -22,7 +22,7 @@ from midepoch.order import Selection
 from midepoch.sources import Source
 from midepoch.sources.index import Index
 from midepoch.sources.lake import open_index
-from midepoch.sources.splits import check_splits, expand_all, parse_split
+from midepoch.sources.splits import expand_all, parse_split
 from midepoch.transforms.columns import same_type
 from midepoch.transforms.formats import FORMATS
 
@@ -89,10 +89,8 @@ def _chosen(dataset: Any, split: str | None) -> Any:
         raise DataNotFoundError(
             f"from_hf: split={split!r} names several splits, but this is one dataset. Pass its DatasetDict."
         )
-    parts = expand_all(parse_split(split), list(splits))
-    check_splits(parts, {key: [] for key in splits}, "the DatasetDict")
     cut = []
-    for part in parts:
+    for part in expand_all(parse_split(split), splits, "the DatasetDict"):
         whole = splits[part.split]
         start, stop = part.rows(len(whole))
         chosen = range(start, stop) if start < stop else []  # datasets refuses an empty range at the end

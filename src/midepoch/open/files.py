@@ -32,7 +32,6 @@ from midepoch.sources.splits import (
     HubRequest,
     SplitPart,
     arrow_files,
-    check_splits,
     expand_all,
     parse_split,
     saved_files,
@@ -149,9 +148,7 @@ def load_from_disk(
         return _of_splits(parts, {part.split: files for part in parts}, opening)
     if split is None:
         raise ValueError(f"{folder} contains the splits {', '.join(splits)}. Choose one with split=…")
-    parts = expand_all(parse_split(split), list(splits))
-    check_splits(parts, splits, str(folder))
-    return _of_splits(parts, splits, opening)
+    return _of_splits(expand_all(parse_split(split), splits, str(folder)), splits, opening)
 
 
 _BUILDERS = ("arrow", "csv", "json", "parquet", "text")
@@ -193,9 +190,7 @@ def load_dataset(
     force = force_reindex or "force" in str(load_dataset_kwargs.get("download_mode", "")).lower()
     opening = Opening(index_dir=index_dir, force_reindex=force_reindex, on_error=on_error)
     splits = arrow_files(request, index_dir=opening.index_folder, force=force, num_proc=num_proc)
-    parts = expand_all(parts, list(splits))
-    check_splits(parts, splits, repr(Address(path)))
-    return _of_splits(parts, splits, opening)
+    return _of_splits(expand_all(parts, splits, repr(Address(path))), splits, opening)
 
 
 def _of_splits(parts: Sequence[SplitPart], splits: Mapping[str, list[Path]], opening: Opening) -> Dataset:

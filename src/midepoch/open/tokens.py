@@ -157,8 +157,6 @@ def from_megatron(
 def _dtype_name(dtype: Any) -> str:
     if dtype is None:
         return ""
-    import numpy as np
-
     try:
         kind = np.dtype(str(dtype).removeprefix("torch.") if not isinstance(dtype, type) else dtype)
         name = kind.name if kind.isnative else kind.str

@@ -73,11 +73,6 @@ class Request:
         """The files, chosen once."""
         return self.find()
 
-    def index_path(self, index_dir: Path | None) -> Path:
-        """Return the path of the index file."""
-        choices = (self.format or "", self.partitioning or "", str(self.skip_damage), str(self.mapped))
-        return index_path(index_dir, self.filter, self.store.identity, *self.paths, *choices)
-
 
 def index_path(folder: Path | None, chosen: Filter | None, *parts: str) -> Path:
     """Return the path of the index for a filter and other texts. Its name contains no secrets, not even as a hash."""
@@ -121,7 +116,9 @@ def open_lake(
     progress: Progress = _quiet,
 ) -> Index:
     """Return the index: read if it is fresh (by one listing; ``validate=False`` skips the check), else built."""
-    path, store = request.index_path(index_dir), request.store
+    store = request.store
+    choices = (request.format or "", request.partitioning or "", str(request.skip_damage), str(request.mapped))
+    path = index_path(index_dir, request.filter, store.identity, *request.paths, *choices)
     index = None if force else read_index(path)
     if index is None or (validate and not _fresh(index, request.found)):
         if index is not None and (earlier := store.earlier):

@@ -197,16 +197,15 @@ def _read(data: memoryview, size: int, at: int) -> memoryview:
     return data[at : at + size]
 
 
-def _fetched(source: Source, column: str, first: int, stop: int) -> Measured:
+def _fetched(source: Source, column: str, block: int, stop: int) -> Measured:
     starts = source.layout.block_starts
-    builder = _Builder(source.schema.field(column).type, int(starts[stop] - starts[first]))
-    for block in range(first, stop):
-        try:
-            for chunk in source.fetch(block, [column]).column(0).chunks:
-                builder.add(chunk)
-        except pa.ArrowInvalid as problem:
-            raise CorruptBlockError(f"{source.place(int(starts[block]))}: {problem}") from None
-    return builder.measured()
+    builder = _Builder(source.schema.field(column).type, int(starts[stop] - starts[block]))
+    try:
+        for chunk in source.fetch(block, [column]).column(0).chunks:
+            builder.add(chunk)
+        return builder.measured()
+    except pa.ArrowInvalid as problem:
+        raise CorruptBlockError(f"{source.place(int(starts[block]))}: {problem}") from None
 
 
 class _Builder:

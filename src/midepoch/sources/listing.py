@@ -71,7 +71,8 @@ def files_at(store: Store, paths: Sequence[str], *, one_by_one: bool = False) ->
         return {path: entry for path in paths if (entry := look_up(path)) is not None}
     if one_by_one or any(map(is_web, paths[:1])):
         with ThreadPoolExecutor(_PARALLEL) as pool:
-            return {entry.path: entry for entry in pool.map(look_up, paths) if entry is not None}
+            entries = zip(paths, pool.map(look_up, paths), strict=True)
+            return {path: entry for path, entry in entries if entry is not None}
     wanted, listed = set(paths), ""
     found: dict[str, Entry] = {}
     for folder in sorted(set(map(os.path.dirname, paths))):

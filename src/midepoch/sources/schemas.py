@@ -64,10 +64,7 @@ def plain_type(kind: pa.DataType) -> pa.DataType:
 
 def plain_schema(schema: pa.Schema) -> pa.Schema:
     """Return the schema of the values."""
-    for i, field in enumerate(schema):
-        if holds_dictionary(field.type):
-            schema = schema.set(i, field.with_type(plain_type(field.type)))
-    return schema
+    return pa.schema([field.with_type(plain_type(field.type)) for field in schema], metadata=schema.metadata)
 
 
 def plain_array(array: pa.Array) -> pa.Array:
@@ -392,7 +389,8 @@ def constant_length(kind: pa.DataType) -> int | None:
 def has_length(kind: pa.DataType) -> bool:
     """Return True for lists, maps, text and bytes."""
     kind = stored_type(kind)
-    return constant_length(kind) is not None or offset_dtype(kind) is not None or _is_view(kind)
+    is_view = pt.is_list_view(kind) or pt.is_large_list_view(kind) or pt.is_string_view(kind) or pt.is_binary_view(kind)
+    return bool(is_view) or constant_length(kind) is not None or offset_dtype(kind) is not None
 
 
 def stored_type(kind: pa.DataType) -> pa.DataType:
@@ -406,8 +404,3 @@ def offset_dtype(kind: pa.DataType) -> np.dtype[np.signedinteger[Any]] | None:
         return np.dtype("<i4")
     large = pt.is_large_string(kind) or pt.is_large_binary(kind) or pt.is_large_list(kind)
     return np.dtype("<i8") if large else None
-
-
-def _is_view(kind: pa.DataType) -> bool:
-    of_lists = pt.is_list_view(kind) or pt.is_large_list_view(kind)
-    return bool(of_lists or pt.is_string_view(kind) or pt.is_binary_view(kind))

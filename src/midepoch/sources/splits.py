@@ -156,21 +156,20 @@ def apportion(counts: Sequence[int], total: int) -> list[int]:
     return shares
 
 
-def expand_all(parts: Sequence[SplitPart], splits: Sequence[str]) -> tuple[SplitPart, ...]:
-    """Replace ``all`` by every split in turn."""
-    if "all" not in splits and any(part != SplitPart("all") for part in parts if part.split == "all"):
+def expand_all(parts: Sequence[SplitPart], splits: Iterable[str], where: str) -> tuple[SplitPart, ...]:
+    """Replace ``all`` by every split in turn. Raise DataNotFoundError for a split that is not in ``where``."""
+    known = list(splits)
+    if "all" not in known and any(part != SplitPart("all") for part in parts if part.split == "all"):
         raise ValueError("'all' cannot be sliced. Slice the splits themselves, as in 'train[:10%]+test[:10%]'")
-    return tuple(
-        each
-        for part in parts
-        for each in (map(SplitPart, splits) if part.split == "all" and "all" not in splits else (part,))
-    )
-
-
-def check_splits(parts: Sequence[SplitPart], splits: Mapping[str, object] | Sequence[str], where: str) -> None:
+    expanded: list[SplitPart] = []
     for part in parts:
-        if part.split not in splits:
-            raise DataNotFoundError(f"there is no split {part.split!r} in {where}. There are: {', '.join(splits)}.")
+        if part.split == "all" and "all" not in known:
+            expanded += map(SplitPart, known)
+        elif part.split in known:
+            expanded.append(part)
+        else:
+            raise DataNotFoundError(f"there is no split {part.split!r} in {where}. There are: {', '.join(known)}.")
+    return tuple(expanded)
 
 
 DICT, STATE = "dataset_dict.json", "state.json"

@@ -231,12 +231,10 @@ def _nullable(
     found: set[tuple[str, ...]] = set()
     counted = []
     for column in schema:
-        marks = _marks(fields[column.name], column.type, pages)
-        if marks is not None and marks <= _NONE:
-            continue
-        if marks is not None and not pt.is_nested(column.type):
+        has_nulls = _has_nulls(fields[column.name], column.type, pages)
+        if has_nulls:
             found.add((column.name,))
-        else:
+        elif has_nulls is None:
             counted.append(column.name)
     if counted:
         scanner = fragment.scanner(columns=counted, blob_handling="all_binary")
@@ -245,20 +243,18 @@ def _nullable(
     return found
 
 
-def _marks(field: Any, kind: pa.DataType, pages: dict[int, tuple[set[str], bool]] | None) -> set[str] | None:
-    """Return the marks of the pages of a column. None if they do not show where nulls are."""
+def _has_nulls(field: Any, kind: pa.DataType, pages: dict[int, tuple[set[str], bool]] | None) -> bool | None:
+    """Return True if the pages of a column show that it may have nulls. None if its nulls have to be counted."""
     if pages is None:
         return None
     leaves = list(_leaves(field))
     inner = kind.value_type if pt.is_fixed_size_list(kind) else kind
-    if any(pages[each][1] for each in leaves if each in pages) and not _has_fixed_width(inner):
-        return None if pt.is_nested(kind) else {"unknown"}  # format 2.0 marks null lists, texts and bytes elsewhere
-    marks: set[str] = set()
-    for each in leaves:
-        if each not in pages:
-            return {"missing"}  # a column that was added, without values in this fragment
-        marks |= pages[each][0]
-    return marks
+    is_old = any(pages[each][1] for each in leaves if each in pages)
+    hides = is_old and not _has_fixed_width(inner)  # format 2.0 marks null lists, texts and bytes elsewhere
+    # A column that was added has no pages, and no values in this fragment.
+    if not hides and all(each in pages and pages[each][0] <= _NONE for each in leaves):
+        return False
+    return None if pt.is_nested(kind) else True
 
 
 def _has_fixed_width(kind: pa.DataType) -> bool:
