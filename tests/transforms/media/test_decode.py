@@ -306,5 +306,5 @@ def test_a_missing_package_is_an_error_when_the_step_is_added(tmp_path: Path, mo
 
 
 def test_without_torch_results_are_arrays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("midepoch.dataset.dataset.installed", lambda name: False)
+    monkeypatch.setattr("midepoch.dataset.steps.installed", lambda name: False)
     assert isinstance(opened(tmp_path, pa.array(FILES)).decode("image")[0]["image"], np.ndarray)
