@@ -151,8 +151,9 @@ class Journal:
         """Record that nothing follows, and close the file. If that fails, it is left as by a process that died."""
         if self.is_open:
             with suppress(OSError):
-                self.append(ENDED, b"")
-                self.sync()
+                if self._end:  # not of a file whose first record failed
+                    self.append(ENDED, b"")
+                    self.sync()
                 self.trim()
         self._close()
 
