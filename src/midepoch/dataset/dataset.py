@@ -15,7 +15,7 @@ from midepoch._internal.hints import Elsewhere, hinted_methods, instead, no_attr
 from midepoch._internal.resumable import Resumable
 from midepoch._internal.values import integer
 from midepoch.dataset import functions, habits, reading, rows, steps
-from midepoch.dataset.cached import cached
+from midepoch.dataset.parts import cached
 from midepoch.iteration.iterators import RandomAccess
 from midepoch.iteration.state import IterationState, is_registered, register_with_torch, warn_of_loops
 from midepoch.pipeline.cursor import Cursor
