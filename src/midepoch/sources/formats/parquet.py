@@ -70,7 +70,7 @@ def _leaf_columns(field: pa.Field, above: NullLeaf, path: Path, *, in_list: bool
         yield from _leaf_columns(child, here, path, in_list=in_list or repeated)
 
 
-def null_paths(footer: bytes, groups: Sequence[Sequence[tuple[NullLeaf, Chunk]]]) -> set[Path]:
+def null_paths(footer: bytes, groups: Sequence[Sequence[tuple[NullLeaf, ColumnChunk]]]) -> set[Path]:
     """Return the paths with a null. An undecided path counts as one with a null, except inside lists.
 
     The level histograms of newer writers are exact. The null count of a leaf includes nulls above it and empty lists,
@@ -173,7 +173,7 @@ MOST_BYTES = (1 << 31) - 1
 """Maximum bytes of an array of text with 32-bit offsets. Larger arrays have to be large_string."""
 
 
-class Chunk(NamedTuple):
+class ColumnChunk(NamedTuple):
     """The values of one column in one row group."""
 
     metadata: int | Fields | None
@@ -184,20 +184,20 @@ class Chunk(NamedTuple):
     """Bytes of the values if they exceed ``MOST_BYTES``, else 0."""
 
 
-def column_chunks(footer: bytes) -> list[list[Chunk]]:
+def column_chunks(footer: bytes) -> list[list[ColumnChunk]]:
     """Return the chunks of each row group."""
     file, _ = fields_at(footer, 0, last=4)
     return [[_chunk(footer, chunk) for chunk in group[1]] for group in file.get(4, [])]
 
 
-def _chunk(footer: bytes, found: re.Match[bytes] | Fields) -> Chunk:
+def _chunk(footer: bytes, found: re.Match[bytes] | Fields) -> ColumnChunk:
     if isinstance(found, dict):
         column = None if 3 not in found or 8 in found or 9 in found else _struct(found, 3)
-        return Chunk(column, _struct(column or {}, 12).get(3), _large_size(column or {}))
+        return ColumnChunk(column, _struct(column or {}, 12).get(3), _large_size(column or {}))
     at, nulls = found.start(1), found[3]
     is_long = max(len(found[2]), len(found[4] or b"")) >= -(-(2 * MOST_BYTES).bit_length() // 7)
     large = _large_size(fields_at(footer, at)[0]) if is_long else 0
-    return Chunk(at, None if nulls is None else integer(nulls, 0)[0], large)
+    return ColumnChunk(at, None if nulls is None else integer(nulls, 0)[0], large)
 
 
 def _large_size(column: Fields) -> int:
@@ -206,7 +206,7 @@ def _large_size(column: Fields) -> int:
     return size if size > MOST_BYTES else 0
 
 
-def sound(footer: bytes, chunk: Chunk, column: pq.ColumnSchema) -> bool:
+def sound(footer: bytes, chunk: ColumnChunk, column: pq.ColumnSchema) -> bool:
     """Return True if pyarrow can read the statistics of a chunk."""
     fields, kind = _metadata(footer, chunk), column.physical_type
     if not fields or fields[1] != _TYPES.index(kind) or 17 in fields:
@@ -221,7 +221,7 @@ def sound(footer: bytes, chunk: Chunk, column: pq.ColumnSchema) -> bool:
     )
 
 
-def definition_levels(footer: bytes, chunk: Chunk) -> list[int] | None:
+def definition_levels(footer: bytes, chunk: ColumnChunk) -> list[int] | None:
     """Return the number of values of a chunk at each definition level, or None if the writer did not record it."""
     levels = _struct(_metadata(footer, chunk), 16).get(3)
     return levels if isinstance(levels, list) else None
@@ -233,7 +233,7 @@ def _struct(fields: Fields, number: int) -> Fields:
     return value if isinstance(value, dict) else {}
 
 
-def _metadata(footer: bytes, chunk: Chunk) -> Fields:
+def _metadata(footer: bytes, chunk: ColumnChunk) -> Fields:
     if isinstance(chunk.metadata, int):
         return fields_at(footer, chunk.metadata)[0]
     return chunk.metadata or {}
@@ -321,7 +321,7 @@ class Footer:
         return [self.metadata.schema.column(i) for i in range(len(self.metadata.schema))]
 
     @property
-    def chunks(self) -> list[list[tuple[NullLeaf, Chunk]]]:
+    def chunks(self) -> list[list[tuple[NullLeaf, ColumnChunk]]]:
         """The chunks of each row group, and the leaves of the schema that they belong to. Empty if the footer has an
         unknown form.
         """
@@ -339,7 +339,7 @@ footer_of = lru_cache(maxsize=256)(Footer)
 
 
 @lru_cache(maxsize=32)
-def _chunks(footer: Footer) -> list[list[tuple[NullLeaf, Chunk]]]:
+def _chunks(footer: Footer) -> list[list[tuple[NullLeaf, ColumnChunk]]]:
     found = leaves(footer.schema)
     if [leaf.level for leaf in found] != [column.max_definition_level for column in footer.columns]:
         return []
