@@ -123,7 +123,7 @@ def test_a_changed_ledger_is_found(simulator: Simulator) -> None:
     seeds = range(20)
     accused, found, missed = audited(simulator, seeds)
     assert accused == 0, "a clean run"
-    assert sum(found["cut"].values()) == len(seeds)
+    assert set(found["cut"]) <= {"accused", "refused"} and sum(found["cut"].values()) == len(seeds)
     for name in ("swap", "remove", "mix"):
         assert missed[name] == [], name
     for name in ("drop", "forge"):
