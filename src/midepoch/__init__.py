@@ -111,7 +111,6 @@ _NAMES = {
     "midepoch.compat.structured": ["StructuredDataset"],
     "midepoch.dataset": ["Dataset"],
     "midepoch.dataset.combine": ["concat", "concatenate_datasets", "interleave_datasets", "mix", "zip"],
-    "midepoch.errors": [name for name in __all__ if name.endswith("Error")],
     "midepoch.loader": ["Lease", "Loader"],
     "midepoch.memory.generated": ["from_generator", "from_map_style"],
     "midepoch.memory.hf": ["from_hf"],
@@ -121,6 +120,7 @@ _NAMES = {
     "midepoch.open.tokens": ["from_megatron", "from_tokens"],
     "midepoch.order.schedule": ["Phase", "Schedule"],
     "midepoch.storage.stores": ["Retry"],
+    "midepoch.errors": [name for name in __all__ if name.endswith("Error")],  # last: a message shows the first names
 }
 _WHERE = {name: module for module, names in _NAMES.items() for name in names}
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import midepoch
-from midepoch._internal import hints
+from midepoch.iteration import state
 
 
 def test_an_interrupted_save_is_skipped(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -102,7 +102,7 @@ def test_a_plain_trainer_is_told_of_the_resumable_one(
 
     handler = logging.StreamHandler()  # workers write to the terminal
     logging.getLogger("midepoch").addHandler(handler)
-    hints.forget_warnings()
+    monkeypatch.setattr(state, "_warned", set())
     try:
         make(max_steps=1).train()
         make(Mine, max_steps=1).evaluate()

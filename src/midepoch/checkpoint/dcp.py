@@ -39,7 +39,7 @@ from midepoch._internal.values import reason
 from midepoch.checkpoint.arrays import ArraySpec, StoredArray, bytes_of, is_sharded, make_array, torch_dtype
 from midepoch.checkpoint.backends import ReadJson, Restorable, Snapshot, quoted_name
 from midepoch.checkpoint.files import BytesSource
-from midepoch.checkpoint.stateful import check_fits, fit, is_distributed, load_state, restore_targets, state_of
+from midepoch.checkpoint.stateful import check_fits, check_module, is_distributed, load_state, restore_targets, state_of
 from midepoch.checkpoint.tree import EncodedTree, array_specs, decode, encode
 from midepoch.distributed.world import World
 from midepoch.errors import CheckpointDamagedError, CheckpointError
@@ -84,7 +84,7 @@ class DcpBackend:
             outline = {key: StoredArray(key, spec, nothing, 0) for key, spec in specs.items()}
             if saved["by"] == "names":
                 with self._current(models, name) as current:
-                    fit({key: value for key, (_, value) in current.items()}, outline, name)
+                    check_module({key: value for key, (_, value) in current.items()}, outline, name)
             else:
                 outline = decode(saved["tree"], outline, allow_pickle=self._allow_pickle)
                 check_fits(model, outline, name)

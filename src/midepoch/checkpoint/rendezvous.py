@@ -159,11 +159,21 @@ class _Member:
     _started: float = field(default_factory=lambda: time.time(), init=False)
     _listed: set[str] = field(default_factory=set, init=False)
 
-    def _wait(self, own: str, action: str, awaited: Callable[[], Iterable[int]], look: Callable[[], T | None]) -> T:
+    def _wait(
+        self,
+        own: str,
+        action: str,
+        awaited: Callable[[], Iterable[int]],
+        look: Callable[[], T | None],
+        *,
+        arrive: bool = False,
+    ) -> T:
         """Look until there is a result. RankError if a rank that is awaited for an action has died or stays silent.
 
         ``own``: the note of this rank that shows that it waits. If it has vanished since an earlier look: RankError.
+        ``arrive``: the others may not have come at all.
         """
+        hint = f" {_ALL_RANKS}" if arrive else ""
         backoff = Backoff(self.timeout, self.notes.store.poll_interval)
         of_all = "" if self.world.rank else f" of {self.world.size}"
 
@@ -182,10 +192,10 @@ class _Member:
                 raise RankError(f"another rank failed and could not write why ({self.notes.group}): see its own error.")
             if is_listed:
                 self._listed.add(own)
-            if not backoff.pause(lambda: f"rank {self.world.rank} waits for {late()} to {action}. {_ALL_RANKS}"):
+            if not backoff.pause(lambda: f"rank {self.world.rank} waits for {late()} to {action}.{hint}"):
                 raise RankError(
                     f"{late()} did not {action} within {self.timeout:g} s: it has died, is at another step, or does "
-                    f"not see {self.notes.store.name}. {_ALL_RANKS}"
+                    f"not see {self.notes.store.name}.{hint}"
                 )
 
 
@@ -211,7 +221,7 @@ class Leader(_Member):
             return None if missing() else True
 
         self.notes.put(f"leader-{self.token}")  # fails early where nothing can be written
-        self._wait(f"leader-{self.token}", f"come to {self.notes.group}", missing, look)
+        self._wait(f"leader-{self.token}", f"come to {self.notes.group}", missing, look, arrive=True)
         self.members.arrived()
         return {rank: payload for rank, (_, payload) in self._present.items()}
 
@@ -326,7 +336,8 @@ class Follower(_Member):
             return None
 
         try:
-            return self._wait(self._name(own), f"{action} {self.notes.group}", lambda: (0,), look)
+            name_of_own, what = self._name(own), f"{action} {self.notes.group}"
+            return self._wait(name_of_own, what, lambda: (0,), look, arrive=not self.token)
         except RankError:
             self._leave()
             raise

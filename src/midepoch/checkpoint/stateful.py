@@ -90,7 +90,7 @@ def check_fits(owner: Any, tree: Any, name: str) -> None:
         for inner in _states_in(tree):  # a StatefulDataLoader, which would raise only at its first batch
             owner.dataset.check_state(inner)
     elif kind == "module":
-        _check_module(owner.state_dict(), tree, name)
+        check_module(owner.state_dict(), tree, name)
     elif kind == "optimizer":
         _check_optimizer(owner, tree, name)
     elif kind in ("nnx", "tree"):
@@ -494,9 +494,9 @@ def _mismatch(name: str, saved: Any, current: Any) -> CheckpointMismatchError:
     )
 
 
-def _check_module(current: Mapping[str, Any], saved: Any, name: str) -> None:
+def check_module(current: Mapping[str, Any], saved: Any, name: str) -> None:
     """Raise CheckpointMismatchError unless a state dict has the same arrays: torch raises only after copying some."""
-    if not isinstance(saved, Mapping):
+    if not isinstance(saved, Mapping) or not all(isinstance(key, str) for key in saved):
         raise _mismatch(name, _describe(saved), "a state dict")
     torch: Any = sys.modules["torch"]
     for key, value in _matched(current, current, saved, name).items():

@@ -16,8 +16,15 @@ from midepoch._internal.resumable import Resumable
 from midepoch._internal.values import integer
 from midepoch.dataset import functions, habits, reading, rows, steps
 from midepoch.dataset.parts import cached
-from midepoch.iteration.iterators import RandomAccess
-from midepoch.iteration.state import IterationState, is_registered, register_with_torch, warn_of_loops
+from midepoch.iteration.iterators import BatchIterator, RandomAccess, RowIterator
+from midepoch.iteration.state import (
+    IterationState,
+    is_registered,
+    register_with_torch,
+    warn_of_all_rows,
+    warn_of_dropped_rows,
+    warn_of_plain_trainer,
+)
 from midepoch.pipeline.cursor import Cursor
 from midepoch.pipeline.lanes import estimated_length, known_length
 from midepoch.pipeline.leaf import Leaf
@@ -136,7 +143,7 @@ class Dataset(Resumable):
     @property
     def epoch(self) -> int:
         """The epoch of ``iter()``. Setting it calls ``set_epoch``."""
-        return int(self._iteration.shared.epoch)
+        return self._iteration.shared.epoch
 
     @epoch.setter
     def epoch(self, epoch: int) -> None:
@@ -376,13 +383,16 @@ class Dataset(Resumable):
         raise TypeError("datasets are concatenated with midepoch.concat([a, b]), and mixed with midepoch.mix([a, b]).")
 
     def __iter__(self) -> Iterator[Any]:
-        self._pass = None
-        warn_of_loops(sys._getframe(1), self.pipeline.shard)
-        return self._iteration.iterate()
+        here, self._pass = self._iteration, None
+        warn_of_dropped_rows(sys._getframe(1))
+        warn_of_all_rows(sys._getframe(1), self.pipeline.shard)
+        warn_of_plain_trainer(sys._getframe(1))
+        return here.follow(RowIterator(here.start_from(here.begin()), here))
 
     def iter(self, batch_size: int, drop_last_batch: bool = False) -> Iterator[Any]:
         """Iterate batches of the current epoch as columns. The state follows as for rows."""
-        return self._iteration.iterate(integer(batch_size, "iter", 1), drop_last_batch)
+        here, size = self._iteration, integer(batch_size, "iter", 1)
+        return here.follow(BatchIterator(here.start_from(here.begin()), here, size, drop_last_batch))
 
     # The cursor
 

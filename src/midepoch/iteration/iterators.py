@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import chain
 from operator import length_hint
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -23,13 +23,11 @@ from midepoch.order import Selection, Shard
 from midepoch.order.intervals import Intervals
 from midepoch.pipeline.chunk import materialize
 from midepoch.pipeline.cursor import Cursor
-from midepoch.pipeline.lanes import Lanes
+from midepoch.pipeline.engine import Engine
+from midepoch.pipeline.lanes import Lanes, StepOutputs
 from midepoch.pipeline.leaf import Leaf
 from midepoch.pipeline.rows import BundlesHere, GroupedRows
 from midepoch.transforms import Batch, finish, present, present_rows
-
-if TYPE_CHECKING:
-    from midepoch.iteration.state import IterationState
 
 
 class DeliveredRows(NamedTuple):
@@ -39,34 +37,56 @@ class DeliveredRows(NamedTuple):
     at: Callable[[int], Cursor]
 
 
+class RowSource(Protocol):
+    """Rows of this process from a cursor to the end of its epoch. After an error the same rows are tried again."""
+
+    @property
+    def end(self) -> Cursor:
+        """The cursor of all shards at the end of the epoch."""
+
+    def rows(self) -> DeliveredRows | None:
+        """Return the next rows, at least one and as many as can be made quickly, or None at the end."""
+
+    def batch(self, size: int, drop_last: bool) -> tuple[Any, Cursor] | None:
+        """Return the next ``size`` rows as columns, and the cursor after them. Fewer or None at the end."""
+
+
 @dataclass(frozen=True)
 class IterationStart:
-    """The start of an iteration. ``late``: called once, before the first row, for another start."""
+    """The start of an iteration. ``late``: called once, before the first row, for another source and round."""
 
     cursor: Cursor
     source: RowSource
     round: int = 0
     batch: int = 0
-    late: Callable[[], IterationStart | None] | None = None
+    late: Callable[[], tuple[Cursor, RowSource, int] | None] | None = None
+
+
+class Owner(Protocol):
+    """The dataset of an iterator: saves and loads its states, and is notified at the end of an epoch."""
+
+    def save_at(self, cursor: Cursor, round_: int = 0, batch: int = 0) -> dict[str, Any]: ...
+
+    def start_at(self, state: Mapping[str, Any]) -> IterationStart: ...
+
+    def epoch_over(self, iterator: Any, cursor: Cursor) -> None: ...
 
 
 class RowIterator(chain[Any], Resumable):
-    """Iterator over rows from a cursor to the end of the epoch, or over batches of ``size`` rows as columns.
+    """Iterator over rows from a cursor to the end of the epoch.
 
     ``next`` is that of ``itertools.chain`` over iterators of chunks: no Python code runs for a row, which would cost a
-    tenth of the total. The delivered part of a chunk is known from its iterator. A batch is a chunk of one.
+    tenth of the total. The delivered part of a chunk is known from its iterator.
     """
 
-    def __new__(cls, *_: Any) -> RowIterator:
-        own: list[weakref.ref[RowIterator]] = []  # weakly, so that dropping the iterator frees everything
-        self = cast(RowIterator, cls.from_iterable(_chunks(own)))  # an instance of cls, although its type says chain
-        own.append(weakref.ref(self))
+    def __new__(cls, start: IterationStart, owner: Owner) -> RowIterator:  # noqa: ARG004
+        chunks = _Chunks()
+        self = cast(RowIterator, cls.from_iterable(chunks))  # an instance of cls, although its type says chain
+        chunks.iterator = weakref.ref(self)
         return self
 
-    def __init__(
-        self, start: IterationStart, owner: IterationState, size: int | None = None, drop_last: bool = False
-    ) -> None:
-        self._owner, self._size, self._drop_last = owner, size, drop_last
+    def __init__(self, start: IterationStart, owner: Owner) -> None:
+        self._owner = owner
         self._begin(start)
 
     def _begin(self, start: IterationStart) -> None:
@@ -81,8 +101,8 @@ class RowIterator(chain[Any], Resumable):
         if self._late is not None:
             other, self._late = self._late(), None
             if other is not None:
-                self._begin(replace(other, batch=self.batch))
-        chunk = self._source.rows() if self._size is None else self._source.batch(self._size, self._drop_last)
+                self._begin(IterationStart(*other, self.batch))
+        chunk = self._source.rows()
         if chunk is None:
             self._ended = True
             self._owner.epoch_over(self, self.cursor)
@@ -115,25 +135,80 @@ class RowIterator(chain[Any], Resumable):
         self._begin(start)
 
 
-def _chunks(own: list[weakref.ref[RowIterator]]) -> Iterator[Iterator[Any]]:
-    """Yield the chunks of a RowIterator."""
-    while (iterator := own[0]()) is not None:
-        rows: Iterator[Any] | None
+class _Chunks:
+    """The chunks of a RowIterator, which it references weakly, so that dropping the iterator frees everything."""
+
+    def __init__(self) -> None:
+        self.iterator: Callable[[], RowIterator | None] = lambda: None
+
+    def __iter__(self) -> _Chunks:
+        return self
+
+    def __next__(self) -> Iterator[Any]:
+        iterator = self.iterator()
         try:
-            rows = iterator.refill()
+            rows = iterator.refill() if iterator is not None else None
         except BaseException as problem:
-            # Raised here, the error would end the chain, and a second `next` would report the end of the epoch. A
-            # chunk that raises once does not: after it, the next chunk is tried again.
-            rows = map(_raise, [problem])
-        del iterator
+            return _Failed(problem)
         if rows is None:
-            return
-        yield rows
-        del rows
+            raise StopIteration
+        return rows
 
 
-def _raise(problem: BaseException) -> Any:
-    raise problem
+class _Failed:
+    """A chunk that could not be made: it raises once, then the chunk is tried again.
+
+    Raised in the caller, the error would end the chain, and a second ``next`` would report the end of the epoch.
+    """
+
+    def __init__(self, problem: BaseException) -> None:
+        self._problem: BaseException | None = problem
+
+    def __iter__(self) -> _Failed:
+        return self
+
+    def __next__(self) -> Any:
+        problem, self._problem = self._problem, None
+        raise StopIteration if problem is None else problem
+
+
+class BatchIterator(Resumable):
+    """Iterator over batches of rows from a cursor to the end of the epoch, as columns."""
+
+    round = batch = 0
+
+    def __init__(self, start: IterationStart, owner: Owner, size: int, drop_last: bool) -> None:
+        self._owner, self._size, self._drop_last = owner, size, drop_last
+        self._begin(start)
+
+    def _begin(self, start: IterationStart) -> None:
+        self._source, self._cursor, self._ended = start.source, start.cursor, False
+
+    def __iter__(self) -> BatchIterator:
+        return self
+
+    def __next__(self) -> Any:
+        batch = None if self._ended else self._source.batch(self._size, self._drop_last)
+        if batch is None:
+            if not self._ended:
+                self._ended, self._cursor = True, self._source.end
+                self._owner.epoch_over(self, self._cursor)
+            raise StopIteration
+        value, self._cursor = batch  # the last statement before the return: no interrupt comes between the two
+        return value
+
+    @property
+    def cursor(self) -> Cursor:
+        """The cursor after the last batch delivered."""
+        return self._cursor
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state after the last batch delivered."""
+        return self._owner.save_at(self.cursor)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue where a state was saved."""
+        self._begin(self._owner.start_at(state))
 
 
 class Columns(dict[str, Any]):
@@ -211,39 +286,49 @@ class LaneRows:
 
     def rows(self) -> DeliveredRows | None:
         """Return the next outputs, as many as can be made quickly, or None at the end."""
-
-        def objects(batch: Batch) -> list[Any]:
-            return present_rows(batch, self._format)
-
         try:
-            chunk = self._take(self._size, objects)
+            return self._rows(self._size)
         except Exception:
             if self._size == _FIRST:
                 raise
-            self._size = _FIRST  # the good ones before the one that fails are delivered first
-            chunk = self._take(_FIRST, objects)
-        self._size = min(2 * self._size, _MOST)
-        return chunk
+            return self._rows(_FIRST)  # the good ones before the one that fails are delivered first
 
-    def batch(self, size: int, drop_last: bool) -> DeliveredRows | None:
-        """Return the next ``size`` outputs as columns, one value. Fewer or None at the end."""
+    def _rows(self, count: int) -> DeliveredRows | None:
+        deal, batch = self._take(count)
+        if deal is None:
+            return None
+        values = present_rows(batch, self._format)
+        self._delivered(deal)
+        self._size = min(2 * count, _MOST)
+        return DeliveredRows(values, deal.cursor)
 
-        def columns(batch: Batch) -> list[Any]:
-            return [] if drop_last and len(batch) < size else [finish(present(batch, self._format), self._format)]
+    def batch(self, size: int, drop_last: bool) -> tuple[Any, Cursor] | None:
+        """Return the next outputs as columns, and the cursor after them."""
+        deal, batch = self._take(size)
+        if deal is None:
+            return None
+        if drop_last and len(batch) < size:
+            self._lanes = self._pending  # at its end
+            return None
+        columns = finish(present(batch, self._format), self._format)
+        return columns, self._delivered(deal)
 
-        before, chunk = self._cursor, self._take(size, columns)
-        return DeliveredRows(chunk.values, (before, self._cursor).__getitem__) if chunk and chunk.values else None
-
-    def _take(self, count: int, made: Callable[[Batch], list[Any]]) -> DeliveredRows | None:
-        """Take the next outputs of this process. After an error, the next call opens the lanes after the last ones."""
+    def _take(self, count: int) -> tuple[StepOutputs | None, Any]:
+        """Take the next outputs of this process. An error before delivery reopens the lanes after the last one."""
         lanes, self._lanes = self._lanes or self._reopen(self._cursor), None
         while (deal := lanes.take(count)) is not None and not len(deal.items):
             pass
-        chunk = None
-        if deal is not None:
-            chunk, self._cursor = DeliveredRows(made(materialize(deal.items)), deal.cursor), deal.cursor()
-        self._lanes = lanes
-        return chunk
+        if deal is None:
+            self._lanes = lanes
+            return None, None
+        batch = materialize(deal.items)
+        self._pending = lanes
+        return deal, batch
+
+    def _delivered(self, deal: StepOutputs) -> Cursor:
+        cursor = deal.cursor()
+        self._lanes, self._cursor = self._pending, cursor
+        return cursor
 
 
 Int64Array = npt.NDArray[np.int64]
@@ -258,90 +343,114 @@ _SLOW = 0.02
 _AHEAD = 8192
 
 
-class PositionRows:
-    """The rows of one share of an epoch from a cursor on. After an error the same rows are tried again.
+class EpochShare:
+    """The rows of one share of an epoch, by their own numbers, and the cursors after them.
 
-    Its rows have *own numbers*. If positions are done, those that remain are numbered and shared. ``done``: with those
-    of excluded rows. Groups of batched functions are at fixed positions, independent of requests.
+    If positions are done, those that remain are numbered and shared. ``done``: with those of excluded rows.
     """
 
+    def __init__(self, rows: int, shard: Shard, cursor: Cursor, done: Intervals) -> None:
+        self.shard, self.epoch, self._lane = shard, cursor.epoch, cursor.lane
+        self._start, self._rows, self._done = done.left(cursor.lane.taken, rows)
+        self.first = shard.before(self._start)  # own rows already delivered
+        self.total = shard.before(self._rows)  # own rows of the epoch
+
+    def positions(self, first: int, stop: int) -> Int64Array:
+        """Return the positions of own rows."""
+        own = self.shard.locals(first, stop)
+        return self._done.remaining(own) if self._done else own
+
+    def cursor(self, delivered: int) -> Cursor:
+        """Return the cursor after own rows up to number ``delivered``."""
+        if delivered == self.first:
+            return self.read(self._start)
+        return self.read(min(self._start + (delivered - self.first) * self.shard.count, self._rows))
+
+    def read(self, number: int) -> Cursor:
+        return Cursor.at_row(self.epoch, self._lane.moved(self._done.remaining(number)))
+
+    @property
+    def end(self) -> Cursor:
+        """The cursor of all shards when one of them has nothing left."""
+        return self.read(self._rows)
+
+
+class Lookahead:
+    """The rows at a share's own numbers, thousands at a time: with fewer, the order would cost more than reading."""
+
+    def __init__(self, engine: Engine, share: EpochShare) -> None:
+        self._engine, self._share = engine, share
+        self._first, self._rows, self._size = 0, engine.chosen(share.epoch, share.positions(0, 0)), 0
+
+    def take(self, first: int, stop: int) -> Int64Array:
+        """Return row numbers of the dataset before shuffling, for own numbers ``first`` to ``stop``."""
+        if not self._first <= first <= stop <= self._first + len(self._rows):
+            last = min(max(stop, first + self._size), self._share.total)
+            self._rows = self._engine.chosen(self._share.epoch, self._share.positions(first, last))
+            self._first, self._size = first, min(_AHEAD, 4 * (last - first))
+        return self._rows[first - self._first : stop - self._first]
+
+
+class PositionRows:
+    """The rows of one share. Groups of batched functions are at fixed positions, independent of requests."""
+
     def __init__(self, leaf: Leaf, shard: Shard, cursor: Cursor, done: Intervals, groups: int) -> None:
-        self._shard, self._epoch, self._lane = shard, cursor.epoch, cursor.lane
-        self._start, self._rows, self._done = done.left(cursor.lane.taken, leaf.rows)
-        self._first = self._next = shard.before(self._start)  # own numbers of the first row here, and of the next
-        self._total = shard.before(self._rows)  # own rows of the epoch
-        bundles = BundlesHere([leaf], shared=shard.count > 1)
-        self._engine = bundles.engines[0]
-        self._grouped = None if leaf.group is None else GroupedRows(bundles, cursor.epoch, groups)
-        self._chosen, self._chosen_first, self._chosen_size = np.empty(0, np.int64), 0, 0
+        self._share = EpochShare(leaf.rows, shard, cursor, done)
+        self._grouped: GroupedRows | None = None
+        if leaf.group is not None:
+            bundles = BundlesHere([leaf], shared=shard.count > 1)
+            self._engine = bundles.engines[0]
+            self._grouped = GroupedRows(bundles, cursor.epoch, groups)
+        else:
+            self._engine = Engine(leaf, shared=shard.count > 1)
+        self._ahead = Lookahead(self._engine, self._share)
+        self._next = self._share.first  # own number of the next row
         self._pieces: list[tuple[Batch, int]] = []  # read and not yet delivered, the first one last
         self._size = 1 if leaf.has_map else _FIRST_CHUNK
 
     @property
     def end(self) -> Cursor:
-        """The cursor of all shards when one of them has nothing left."""
-        return self._at(self._rows)
-
-    def _cursor(self, number: int) -> Cursor:
-        """Return the cursor after own rows up to a number."""
-        if number == self._first:
-            return self._at(self._start)
-        return self._at(min(self._start + (number - self._first) * self._shard.count, self._rows))
-
-    def _at(self, number: int) -> Cursor:
-        return Cursor.at_row(self._epoch, self._lane.moved(self._done.remaining(number)))
-
-    def _positions(self, first: int, stop: int) -> Int64Array:
-        """Return the positions of own rows."""
-        own = self._shard.locals(first, stop)
-        return self._done.remaining(own) if self._done else own
-
-    def _source_rows(self, first: int, stop: int) -> Int64Array:
-        """Return the rows of the dataset before shuffling that own rows are.
-
-        They are computed thousands at a time: with fewer, the order would cost more than reading.
-        """
-        self._engine.reached(self._epoch, self._cursor(first).position)
-        if not self._chosen_first <= first <= stop <= self._chosen_first + len(self._chosen):
-            last = min(max(stop, first + self._chosen_size), self._total)
-            self._chosen = self._engine.chosen(self._epoch, self._positions(first, last))
-            self._chosen_first, self._chosen_size = first, min(_AHEAD, 4 * (last - first))
-        return self._chosen[first - self._chosen_first : stop - self._chosen_first]
+        """The cursor of all shards at the end of the epoch."""
+        return self._share.end
 
     def rows(self) -> DeliveredRows | None:
-        """Return the next rows, at least one and as many as can be made quickly, or None at the end."""
-        while self._next < self._total:
+        """Return the next rows, as many as can be made quickly, or None at the end."""
+        while self._next < self._share.total:
             chunk = self._chunk()
             if chunk is not None and chunk.values:
                 return chunk
         return None
 
     def _chunk(self) -> DeliveredRows | None:
-        first, pieces = self._next, self._pieces
-        stop, started = min(first + self._size, self._total), time.perf_counter()
+        first = self._next
+        started = time.perf_counter()
         if self._grouped is not None:
-            batch = self._grouped.read(self._positions(first, stop))
+            stop = min(first + self._size, self._share.total)
+            batch = self._grouped.read(self._share.positions(first, stop))
             values = self._engine.rows(batch)
         else:
-            if not pieces:
-                pieces = self._pieces = self._engine.read_pieces(self._source_rows(first, stop))[::-1]
-            (read, count), pieces = pieces[-1], pieces[:-1]
+            if not self._pieces:
+                last = min(first + self._size, self._share.total)
+                self._engine.reached(self._share.epoch, self._share.cursor(first).position)
+                self._pieces = self._engine.read_pieces(self._ahead.take(first, last))[::-1]
+            (read, count), pieces = self._pieces[-1], self._pieces[:-1]
             stop, started = first + count, time.perf_counter()
             try:
-                batch = self._engine.transform(self._epoch, read)
+                batch = self._engine.transform(self._share.epoch, read)
                 values = self._engine.rows(batch)
             except Exception:
                 if count < 2:
                     raise
                 self._halve(read, count)
                 return None
+            self._pieces = pieces
         if time.perf_counter() - started < _SLOW:
             self._size = min(2 * self._size, self._engine.chunk_rows(_CHUNK_BYTES))
-        self._next, self._pieces = stop, pieces
+        self._next = stop
         if len(batch) == stop - first:
-            return DeliveredRows(values, lambda taken: self._cursor(first + taken))
-        numbers = [first, *(batch.places + first + 1).tolist()]  # own numbers after each row: some are missing
-        return DeliveredRows(values, lambda taken: self._cursor(numbers[taken]))
+            return DeliveredRows(values, lambda taken: self._share.cursor(first + taken))
+        numbers = (batch.places + first + 1).tolist()  # own numbers after each row: some are missing
+        return DeliveredRows(values, lambda taken: self._share.cursor(numbers[taken - 1] if taken else first))
 
     def _halve(self, read: Batch, count: int) -> None:
         """Put rows of which one fails back as two pieces: those before it are delivered first."""
@@ -351,25 +460,19 @@ class PositionRows:
         halves = [(replace(rest, places=rest.places - half), count - half), (read.slice(0, middle), half)]
         self._pieces, self._size = [*self._pieces[:-1], *halves], 1
 
-    def batch(self, size: int, drop_last: bool) -> DeliveredRows | None:
-        """Return the next ``size`` rows as columns, one value. Fewer or None at the end.
-
-        Batches without a row are omitted.
-        """
+    def batch(self, size: int, drop_last: bool) -> tuple[Any, Cursor] | None:
+        """Return the next ``size`` rows as columns, and the cursor after them. Batches without a row are omitted."""
         while True:
-            first, stop = self._next, min(self._next + size, self._total)
+            first, stop = self._next, min(self._next + size, self._share.total)
             if stop - first < (size if drop_last else 1):
                 return None
             if self._grouped is not None:
-                batch = self._grouped.read(self._positions(first, stop))
+                batch = self._grouped.read(self._share.positions(first, stop))
             else:
-                batch = self._engine.transform(self._epoch, self._engine.read(self._source_rows(first, stop)))
+                self._engine.reached(self._share.epoch, self._share.cursor(first).position)
+                batch = self._engine.transform(self._share.epoch, self._engine.read(self._ahead.take(first, stop)))
             columns = self._engine.columns(batch) if len(batch) else None
+            cursor = self._share.cursor(first + size)  # as if it were full: other shards may have had a full one
             self._next = stop
             if columns is not None:
-                after = self._cursor(first + size)  # as if it were full: other shards may have had a full one
-                return DeliveredRows([columns], (self._cursor(first), after).__getitem__)
-
-
-RowSource: TypeAlias = PositionRows | LaneRows
-"""Rows of this process from a cursor to the end of its epoch. After an error the same rows are tried again."""
+                return columns, cursor

@@ -13,12 +13,12 @@ from collections.abc import Callable, Collection
 from dataclasses import replace
 from multiprocessing import context, reduction
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from midepoch._internal.hints import warn_once
 from midepoch._internal.processes import silent_at_exit
 from midepoch.distributed.world import process_group
-from midepoch.iteration.iterators import IterationStart, LaneRows, PositionRows, RowIterator, RowSource
+from midepoch.iteration.iterators import BatchIterator, IterationStart, LaneRows, PositionRows, RowIterator, RowSource
 from midepoch.order import Shard
 from midepoch.pipeline.cursor import Cursor
 from midepoch.pipeline.lanes import Lanes
@@ -29,7 +29,7 @@ from midepoch.state.format import check_worker
 _log = logging.getLogger("midepoch")
 
 _SIZE = 16384
-_NOTES = 24
+_EPOCH, _NAMED, _SEEDED, _SEED, _NOTES = 0, 8, 9, 16, 24
 _NOTE = struct.Struct("<qqq")
 
 
@@ -41,68 +41,140 @@ class Note(NamedTuple):
     epoch: int
 
 
-class _Value:
-    """A value of a cell, at a place of its memory."""
-
-    def __init__(self, kind: str, offset: int) -> None:
-        self._struct, self._offset = struct.Struct(kind), offset
-
-    def __get__(self, cell: SharedCell, owner: type) -> Any:
-        return self._struct.unpack_from(cell.memory, self._offset)[0]
-
-    def __set__(self, cell: SharedCell, value: Any) -> None:
-        self._struct.pack_into(cell.memory, self._offset, value)
-
-
 class SharedCell:
     """Shared values: the epoch, True if ``set_epoch`` requested it, the seed of the global generators once drawn, and
     the position of each worker when it began.
     """
 
-    epoch = _Value("<q", 0)
-    named = _Value("<?", 8)
-    _seeded = _Value("<?", 9)
-    _seed = _Value("<Q", 16)
-
     def __init__(
         self, epoch: int = 0, named: bool = False, global_seed: int | None = None, *, fd: int | None = None
     ) -> None:
         self._fd = fd
-        self.memory = mmap.mmap(-1 if fd is None else fd, _SIZE)
+        self._memory = mmap.mmap(-1 if fd is None else fd, _SIZE)
         if fd is None:
             self.epoch, self.named, self.global_seed = epoch, named, global_seed
 
     @property
+    def epoch(self) -> int:
+        return int(struct.unpack_from("<q", self._memory, _EPOCH)[0])
+
+    @epoch.setter
+    def epoch(self, value: int) -> None:
+        struct.pack_into("<q", self._memory, _EPOCH, value)
+
+    @property
+    def named(self) -> bool:
+        return bool(self._memory[_NAMED])
+
+    @named.setter
+    def named(self, value: bool) -> None:
+        self._memory[_NAMED] = int(value)
+
+    @property
     def global_seed(self) -> int | None:
-        return int(self._seed) if self._seeded else None
+        return int(struct.unpack_from("<Q", self._memory, _SEED)[0]) if self._memory[_SEEDED] else None
 
     @global_seed.setter
     def global_seed(self, value: int | None) -> None:
-        self._seed, self._seeded = value or 0, value is not None
+        struct.pack_into("<Q", self._memory, _SEED, value or 0)
+        self._memory[_SEEDED] = int(value is not None)
 
     def note(self, worker: int, note: Note) -> None:
         at = _NOTES + worker * _NOTE.size
         if at + _NOTE.size > _SIZE:
             raise ValueError(f"more than {(_SIZE - _NOTES) // _NOTE.size} DataLoader workers are not supported")
-        _NOTE.pack_into(self.memory, at, *note)
+        _NOTE.pack_into(self._memory, at, *note)
 
     def notes(self, workers: int) -> list[Note]:
-        return [Note(*_NOTE.unpack_from(self.memory, _NOTES + i * _NOTE.size)) for i in range(workers)]
+        return [Note(*_NOTE.unpack_from(self._memory, _NOTES + i * _NOTE.size)) for i in range(workers)]
 
     def __reduce__(self) -> tuple[Any, ...]:
         if context.get_spawning_popen() is None:  # pickled without starting a process: copy the values
             return SharedCell, (self.epoch, self.named, self.global_seed)
         if self._fd is None:
-            self._fd, content = unnamed_file(_SIZE), self.memory[:]
-            self.memory = mmap.mmap(self._fd, _SIZE)
-            self.memory[:] = content
+            self._move_to_file()
+        assert self._fd is not None
         return _rebuild, (reduction.DupFd(self._fd),)
+
+    def _move_to_file(self) -> None:
+        content = self._memory[:]
+        fd = unnamed_file(_SIZE)
+        self._memory, self._fd = mmap.mmap(fd, _SIZE), fd
+        self._memory[:] = content
 
     @silent_at_exit
     def __del__(self) -> None:
         fd = getattr(self, "_fd", None)
         if fd is not None:
             os.close(fd)
+
+
+def worker_share(shard: Shard) -> tuple[Shard, tuple[int, int, int] | None]:
+    """Return the shard of this process. In a DataLoader worker, its part of it and (worker, workers, shards)."""
+    data = sys.modules.get("torch.utils.data")
+    info = data.get_worker_info() if data is not None else None
+    if info is None:
+        return shard, None
+    return shard.within(Shard(info.id, info.num_workers)), (info.id, info.num_workers, shard.count)
+
+
+def warn_of_dropped_rows(caller: FrameType) -> None:
+    """Log that a DataLoader with ``drop_last`` drops the end of the share of each worker.
+
+    ``caller``: the frame that called ``iter(ds)``. Only there, in torch's fetcher, is it known in a worker.
+    """
+    data = sys.modules.get("torch.utils.data")
+    info = data.get_worker_info() if data is not None else None
+    if info is None or info.id or info.num_workers == 1 or caller.f_locals.get("drop_last") is not True:
+        return
+    _log.warning(
+        "DataLoader(ds, num_workers=%d, drop_last=True) drops the last incomplete batch of each worker: more rows than "
+        "len() of it says. Use ds.loader(batch_size, num_workers=%d, drop_last=True), which drops at most one batch.",
+        info.num_workers,
+        info.num_workers,
+    )
+
+
+def warn_of_all_rows(caller: FrameType, shard: Shard) -> None:
+    """Log once that a DataLoader of torch delivers all rows on each of several ranks.
+
+    ``caller``: the frame that called ``iter(ds)``. Accelerate, and trainers that use it, share the batches themselves.
+    """
+    if shard.count > 1 or not str(caller.f_globals.get("__name__")).startswith("torch.") or "accelerate" in sys.modules:
+        return
+    if (group := process_group()) is not None and group.get_world_size() > 1:
+        warn_once(
+            "a torch DataLoader delivers all rows of this dataset on each of %s ranks. Use ds.loader(batch_size), "
+            "which shares them, or ds.shard(world_size, rank).",
+            str(group.get_world_size()),
+        )
+
+
+def warn_of_plain_trainer(caller: FrameType) -> None:
+    """Log once that Hugging Face's Trainer iterates the dataset itself, and does not save the position in the data.
+
+    ``caller``: the frame that called ``iter(ds)``, in the Trainer's loop or in a worker that was forked there.
+    """
+    if "transformers.trainer" not in sys.modules or "Trainer" in _warned:
+        return
+    frame: FrameType | None = caller
+    while frame is not None and frame.f_globals.get("__name__") != "transformers.trainer":
+        frame = frame.f_back
+    if frame is None or frame.f_code.co_name in ("evaluation_loop", "prediction_loop"):
+        return
+    _warned.add("Trainer")
+    data = sys.modules.get("torch.utils.data")
+    info = data.get_worker_info() if data is not None else None
+    if info is None or not info.id:
+        _log.warning(
+            "this Trainer does not save the position in a midepoch dataset: a resume reads and discards all rows up to "
+            "it. Nor does it shuffle the dataset. Use midepoch.integrations.transformers.ResumableTrainer, or "
+            "class MyTrainer(ResumableTraining, %s).",
+            type(frame.f_locals.get("self")).__name__,
+        )
+
+
+_warned: set[str] = set()
 
 
 def _rebuild(handle: Any) -> SharedCell:
@@ -120,50 +192,7 @@ def unnamed_file(size: int) -> int:
     return fd
 
 
-_Worker = tuple[int, int, int]
-"""A DataLoader worker: its number, the number of workers, and that of shards."""
-
-
-def torch_worker() -> Any:
-    """Return what torch says about this DataLoader worker. None in other processes."""
-    data = sys.modules.get("torch.utils.data")
-    return None if data is None else data.get_worker_info()
-
-
-def warn_of_loops(caller: FrameType, shard: Shard) -> None:
-    """Log once what torch's DataLoader or Hugging Face's Trainer would do with the rows.
-
-    ``caller``: the frame that called ``iter(ds)``. In a worker, it alone knows how it is used.
-    """
-    worker, module = torch_worker(), str(caller.f_globals.get("__name__"))
-    others = worker is not None and not worker.id and worker.num_workers > 1
-    if others and caller.f_locals.get("drop_last") is True:  # in torch's fetcher
-        workers = str(worker.num_workers)
-        warn_once(
-            "DataLoader(ds, num_workers=%s, drop_last=True) drops the last incomplete batch of each worker: more rows "
-            "than len() of it says. Use ds.loader(batch_size, num_workers=%s, drop_last=True), which drops at most one "
-            "batch.",
-            workers, workers,
-        )  # fmt: skip
-    # Accelerate, and trainers that use it, share the batches themselves.
-    is_shared = shard.count > 1 or not module.startswith("torch.") or "accelerate" in sys.modules
-    if not is_shared and (group := process_group()) is not None and group.get_world_size() > 1:
-        warn_once(
-            "a torch DataLoader delivers all rows of this dataset on each of %s ranks. Use ds.loader(batch_size), "
-            "which shares them, or ds.shard(world_size, rank).",
-            str(group.get_world_size()),
-        )
-    if "transformers.trainer" in sys.modules and (worker is None or not worker.id):
-        frame: FrameType | None = caller  # in the Trainer's loop, or in a worker that was forked there
-        while frame is not None and frame.f_globals.get("__name__") != "transformers.trainer":
-            frame = frame.f_back
-        if frame is not None and frame.f_code.co_name not in ("evaluation_loop", "prediction_loop"):
-            warn_once(
-                "this Trainer does not save the position in a midepoch dataset: a resume reads and discards all rows "
-                "up to it. Nor does it shuffle the dataset. Use midepoch.integrations.transformers.ResumableTrainer, "
-                "or class MyTrainer(ResumableTraining, %s).",
-                type(frame.f_locals.get("self")).__name__,
-            )
+_Iterator = TypeVar("_Iterator", RowIterator, BatchIterator)
 
 
 class IterationState:
@@ -177,7 +206,7 @@ class IterationState:
         self.shared = SharedCell(cursor.epoch, named)
         self.start = cursor
         self._round = self._batch = 0
-        self._latest: RowIterator | None = None
+        self._latest: RowIterator | BatchIterator | None = None
         self._delivered: Cursor | None = None
         self._before: weakref.ref[Any] | None = None
         """The iterator before the latest one, which may still be in use."""
@@ -204,12 +233,9 @@ class IterationState:
             return self._latest.cursor
         return self._delivered or self.start._replace(epoch=self.shared.epoch)
 
-    def share(self) -> tuple[Shard, _Worker | None]:
-        """Return this process's share of the epoch. In a DataLoader worker, its part of that, and the worker."""
-        shard, info = self.spec.shard, torch_worker()
-        if info is None:
-            return shard, None
-        return shard.within(Shard(info.id, info.num_workers)), (info.id, info.num_workers, shard.count)
+    def share(self) -> tuple[Shard, tuple[int, int, int] | None]:
+        """Return this process's share of the epoch. In a DataLoader worker, its share of the shard."""
+        return worker_share(self.spec.shard)
 
     def save(self) -> dict[str, Any]:
         """Return the state after the last row delivered."""
@@ -346,7 +372,7 @@ class IterationState:
         """Return the number of lanes of an epoch for all DataLoader workers of all shards."""
         return self.spec.lanes
 
-    def _roll_over(self, own: Note, workers: int) -> Callable[[], IterationStart | None]:
+    def _roll_over(self, own: Note, workers: int) -> Callable[[], tuple[Cursor, RowSource, int] | None]:
         """Return a function for a worker that resumes at its end: it begins a new epoch if no worker has rows left.
 
         StatefulDataLoader requests the first batch after all workers have loaded, so that their notes are complete by
@@ -357,10 +383,10 @@ class IterationState:
         size = max(1, self._batch)
         even = len({-(-shard.within(Shard(worker, workers)).before(rows) // size) for worker in range(workers)}) == 1
 
-        def start(epoch: int, round_: int) -> IterationStart:
-            return IterationStart(Cursor(epoch), self._open(Cursor(epoch)), round_)
+        def start(epoch: int, round_: int) -> tuple[Cursor, RowSource, int]:
+            return Cursor(epoch), self._open(Cursor(epoch)), round_
 
-        def decide() -> IterationStart | None:
+        def decide() -> tuple[Cursor, RowSource, int] | None:
             notes = shared.notes(workers)
             ahead = max(notes)
             if ahead.round > own.round:
@@ -388,9 +414,8 @@ class IterationState:
         self.start = Cursor(self.shared.epoch)
         return self.start_from(resumed.cursor)
 
-    def iterate(self, size: int | None = None, drop_last: bool = False) -> RowIterator:
-        """Begin an iteration over rows, or batches of ``size``, of which the state is that of the dataset."""
-        iterator = RowIterator(self.start_from(self.begin()), self, size, drop_last)
+    def follow(self, iterator: _Iterator) -> _Iterator:
+        """Take the state from an iterator from now on."""
         self._before = None if self._latest is None else weakref.ref(self._latest)
         self._latest, self._delivered = iterator, None
         return iterator
@@ -408,18 +433,22 @@ class IterationState:
             self._latest, self._delivered, self.start = None, cursor, Cursor(cursor.epoch)
 
 
+_registered: set[type] = set()
+
+
 def register_with_torch(kind: type) -> None:
     """Make a class an iterable dataset of torch, if torch is imported. Never import it for that.
 
     DataLoader and frameworks ask ``isinstance(ds, torch.utils.data.IterableDataset)``, and some of them
     ``isinstance(ds, torch.utils.data.Dataset)``, which has no registry: it becomes a base class.
     """
-    base = getattr(sys.modules.get("torch.utils.data"), "IterableDataset", None)
-    if base is not None and base not in kind.__mro__:
-        kind.__bases__ = (*kind.__bases__, base)
-        base.register(kind)  # it may have noted before that the class is none
+    data = sys.modules.get("torch.utils.data")
+    if kind not in _registered and data is not None and hasattr(data, "IterableDataset"):
+        _registered.add(kind)
+        kind.__bases__ = (*kind.__bases__, data.IterableDataset)
+        data.IterableDataset.register(kind)  # it may have noted before that the class is none
 
 
 def is_registered(kind: type) -> bool:
     """Return True if a class is an iterable dataset of torch."""
-    return any(each.__module__.startswith("torch.") for each in kind.__mro__)
+    return any(each in _registered for each in kind.__mro__)

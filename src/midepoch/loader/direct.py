@@ -9,7 +9,6 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -170,7 +169,7 @@ class DirectBatches:
         self._maker, self._plan, self._prefetch = maker, plan, max(1, prefetch)
         self._chunks = maker.read(plan, 0, 1, delivered=True)
         self._located: deque[Read] = deque(next(self._chunks, ()))
-        self._toucher = _Toucher(max(_THREADS, workers))
+        self._toucher = _Toucher(maker, max(_THREADS, workers))
         self._faults = _faults()
         self._keep = 0  # minimum of reads to locate before the next one is made
 
@@ -205,9 +204,13 @@ class DirectBatches:
 class _Toucher:
     """Threads that touch pages so that they are read from disk. They are started when they are needed."""
 
-    def __init__(self, threads: int) -> None:
-        self._threads, self._left = threads, 0
-        self._pool: ThreadPoolExecutor | None = None
+    def __init__(self, maker: BatchMaker, threads: int) -> None:
+        self._maker = maker  # keeps the files mapped as long as a thread may read them
+        self._count = threads
+        self._todo: queue.SimpleQueue[Read | None] = queue.SimpleQueue()
+        self._threads: list[threading.Thread] = []
+        self._left = 0
+        self._closed = threading.Event()
 
     @property
     def needed(self) -> bool:
@@ -218,22 +221,41 @@ class _Toucher:
         self._left = _TOUCHED
 
     def touch(self, read: Read) -> None:
-        """Touch a batch in one of the threads. It keeps the files mapped."""
-        if self._pool is None:
-            self._pool = ThreadPoolExecutor(self._threads, thread_name_prefix=f"{PREFIX}read")
+        if not self._threads:
+            self._threads = [
+                threading.Thread(target=self._run, name=f"midepoch-read-{i}", daemon=True) for i in range(self._count)
+            ]
+            for thread in self._threads:
+                thread.start()
+            # They must not run when the process exits: see ThreadedBatches.
+            weakref.finalize(self, _end, self._threads, self._todo, self._closed, os.getpid())
         self._left -= 1
-        self._pool.submit(self._touch, read)
+        self._todo.put(read)
 
-    def _touch(self, read: Read) -> None:
+    def _run(self) -> None:
         before = _faults()
-        read.touch()
-        if _faults() != before:
-            self.wake()
+        while (read := self._todo.get()) is not None:
+            if self._closed.is_set():
+                continue
+            read.touch()
+            if (faults := _faults()) != before:
+                before = faults
+                self.wake()
 
     def close(self) -> None:
-        pool, self._pool = self._pool, None
-        if pool is not None:
-            pool.shutdown(cancel_futures=True)
+        threads, self._threads = self._threads, []
+        _end(threads, self._todo, self._closed, os.getpid())
+
+
+def _end(
+    threads: list[threading.Thread], todo: queue.SimpleQueue[Read | None], closed: threading.Event, process: int
+) -> None:
+    if process != os.getpid() or not threads:
+        return
+    closed.set()
+    for _ in threads:
+        todo.put(None)
+    join(threads)
 
 
 def _faults() -> int:

@@ -103,7 +103,7 @@ class DocumentIds(Mapping[str, Any]):
         return DocumentIds, (dict(self._made),)
 
 
-_MOST_PARTS = 256
+_MOST_PARTS, _MOST_CUTS = 256, 8
 
 
 def _tensors(table: DocumentTable, packed: bool) -> dict[str, Any]:
@@ -117,7 +117,7 @@ def _tensors(table: DocumentTable, packed: bool) -> dict[str, Any]:
             copies[START] = as_tensor(whole.columns.start.copy())
         return {name: copies[name][first:stop] for name in (SOURCE, ROW, START)} | {BOUNDS: as_tensor(table.bounds)}
     size = stop - first
-    if not size or whole.count > _MOST_PARTS * size:
+    if not size or whole.count > _MOST_PARTS * size or len(copies) > _MOST_CUTS:
         return {SOURCE: copies[SOURCE][first:stop], ROW: copies[ROW][first:stop]}
     # All batches of a chunk are cut in one call: 1 µs for each tensor, and 3 µs one by one.
     number, offset = divmod(first, size)

@@ -169,7 +169,7 @@ class Reader:
                 column = _stored(batch.column(number))
                 checked = mapped and gather is not None and gather.open(block, column)
                 if not checked:  # pyarrow trusts the offsets inside nested columns, and wrong ones crash the process
-                    column.validate(full=True)
+                    _validate(column)
                 able.append(checked or (mapped and gather is None))
         except (CorruptBlockError, pa.ArrowInvalid) as problem:
             row, text = int(self._starts[block]), str(problem)
@@ -222,3 +222,10 @@ def _stored(column: pa.Array) -> pa.Array:
 
 def _restored(column: pa.Array, kind: pa.DataType) -> pa.Array:
     return pa.ExtensionArray.from_storage(kind, column) if isinstance(kind, pa.BaseExtensionType) else column
+
+
+def _validate(column: pa.Array) -> None:
+    try:
+        column.validate(full=True)
+    except pa.ArrowException as problem:
+        raise CorruptBlockError(str(problem)) from None

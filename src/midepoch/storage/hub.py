@@ -205,7 +205,11 @@ class Hub:
         except (KeyError, TypeError, ValueError, AttributeError):
             raise ConnectionError(f"the listing of {self.place} cannot be parsed") from None
         # Only the query: a mirror may name the server of the Hub, which must not get the token.
-        return files, answer.links.get("next", {}).get("url", "").partition("?")[2]
+        following = answer.links.get("next", {}).get("url", "")
+        query = following.partition("?")[2]
+        if following and not query:
+            raise ConnectionError(f"the listing of {self.place} names a next page without a query")
+        return files, query
 
     def _lookup(self, of: HubPath) -> Path:
         return _path("revision", self.place, of.repo, of.revision)

@@ -68,8 +68,9 @@ class PieceTable:
     def columns(self) -> PieceColumns:
         """All columns."""
         edges, (source, row, start, length) = self._columns()
-        del self._columns  # with the arrays from which they are computed
-        return PieceColumns(_small(edges), source, row, _small(start), _small(length))
+        made = PieceColumns(_small(edges), source, row, _small(start), _small(length))
+        self._columns = lambda: (made.edges, made[1:])  # without the arrays from which they are computed
+        return made
 
     @cached_property
     def identified(self) -> tuple[Int16Array, Int64Array]:

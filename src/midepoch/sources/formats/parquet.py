@@ -371,9 +371,9 @@ class ParquetFormat(Format):
             etag, size = file.etag, file.size
             footer = footer_of(name, _read_footer(name, file, size))
             identity = fingerprint(footer.data, file.read_at, size)
-        metadata, schema, chunks = footer.metadata, footer.schema, footer.chunks
+        metadata, schema, chunks, large = footer.metadata, footer.schema, footer.chunks, footer.large_columns
         for i, field in enumerate(schema):
-            if field.name in footer.large_columns:
+            if field.name in large:
                 schema = schema.set(i, field.with_type(large_text(plain_type(field.type))))
         found = Scanned(schema, footer=footer.data, etag=etag, fingerprint=identity)
         found.offsets = [group for group, rows in enumerate(footer.rows) if rows]
