@@ -515,7 +515,11 @@ class ArrowFormat(Format):
 
 def decoded_batch(file: FileContents, block: Block, columns: Sequence[str]) -> pa.Table:
     """Return those of the columns that a record batch of a file has, with plain values."""
-    batch = BatchReader(*file).read(block.offset, block.end, block.dictionaries)
+    return plain_table(BatchReader(*file).read(block.offset, block.end, block.dictionaries), columns)
+
+
+def plain_table(batch: pa.RecordBatch, columns: Sequence[str]) -> pa.Table:
+    """Return those of the columns that a record batch has, with plain values."""
     available = set(batch.schema.names)
     present = [name for name in columns if name in available]
     return table_of(present, [plain_array(batch.column(name)) for name in present], batch.num_rows)

@@ -27,7 +27,7 @@ import pyarrow as pa
 from midepoch.errors import CorruptBlockError, FormatError
 from midepoch.sources.fingerprints import BEGINNING, fingerprint
 from midepoch.sources.formats import Block, FileContents, Format, Member, Scanned, records
-from midepoch.sources.formats.arrow_ipc import decoded_batch, walk
+from midepoch.sources.formats.arrow_ipc import BatchReader, plain_table, walk
 from midepoch.sources.formats.records import BadSampleError, Bytes, Candidate, Decode, Int64Array, ShardFile, Values
 from midepoch.sources.formats.tokens import COLUMN
 from midepoch.sources.manifests import inside, read_manifest
@@ -82,7 +82,7 @@ class LitDataFormat(Format):
                 rows = _arrow_file(chunk, about)
                 if rows is None:
                     raise CorruptBlockError(f"{chunk.name}: it does not end with {_ARROW_MAGIC!r}.")
-                return decoded_batch(rows, block, columns)
+                return _arrow_rows(rows, block, about["batches"], offsets, columns)
             assert block.end is not None
             decodes = _columns(chunk, about, offsets, block.offset, block.end)
         own = {name: decodes[name] for name in columns if name in decodes}
@@ -225,7 +225,7 @@ def _arrow_file(chunk: ShardFile, about: dict[str, Any]) -> FileContents | None:
 
 
 def _scan_arrow(chunk: ShardFile, about: dict[str, Any], rows: FileContents) -> Scanned:
-    """Scan the Arrow file in a chunk. Blocks are its record batches."""
+    """Scan the Arrow file in a chunk. Blocks are runs of its record batches, each of which is one range."""
     found = walk(chunk.name, *rows, skip_damage=False)
     if sum(found.rows) != about["samples"]:
         raise FormatError(
@@ -233,8 +233,31 @@ def _scan_arrow(chunk: ShardFile, about: dict[str, Any], rows: FileContents) -> 
             "again."
         )
     found.decoded_bytes = float(rows.size)
-    found.footer = records.packed_footer({**about, "layout": "arrow"}, np.empty(0, np.int64))
+    ends = np.array([*found.offsets, rows.size], np.int64)
+    numbers = [0, *np.cumsum(found.rows).tolist()]
+    firsts = [numbers[batch] for batch in records.block_starts(ends, chunk.codec)]
+    found.offsets, found.rows, found.stop = firsts, np.diff([*firsts, numbers[-1]]).tolist(), numbers[-1]
+    found.footer = records.packed_footer({**about, "layout": "arrow", "batches": numbers}, ends)
     return found
+
+
+def _arrow_rows(
+    rows: FileContents, block: Block, batches: list[int], ends: Int64Array, columns: Sequence[str]
+) -> pa.Table:
+    """Return columns of a block. ``batches``: the first row of each record batch, ``ends``: its first byte."""
+    first, stop = batches.index(block.offset), batches.index(block.end or 0)
+    begin, end = int(ends[first]), int(ends[stop])
+    data: bytes = rows.read(end - begin, begin)
+
+    def read(size: int, at: int) -> bytes:
+        if begin <= at and at + size <= end:
+            return data[at - begin : at - begin + size]
+        outside: bytes = rows.read(size, at)
+        return outside
+
+    reader = BatchReader(read, rows.size)
+    read_batches = (reader.read(int(ends[i]), int(ends[i + 1]), block.dictionaries) for i in range(first, stop))
+    return pa.concat_tables([plain_table(batch, columns) for batch in read_batches])
 
 
 def _members(store: Store, manifest: Entry, block_size: int | None) -> list[Member]:
