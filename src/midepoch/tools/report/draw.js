@@ -82,7 +82,7 @@ function table(id, head, rows, kind = "") {
   // A cell is a text, or [text, class], or an element.
   const cell = (name, value) => el(name, Array.isArray(value) ? { class: value[1] } : {}, Array.isArray(value) ? value[0] : value);
   if (wide() < 500 && head.length > 5)  // a narrow screen: each row is a table of names and values
-    return el("div", { id }, ...rows.map(row => el("table", { class: "card" }, ...row.map((value, i) => el("tr", {}, cell("th", head[i]), cell("td", value))))));
+    return el("div", { id }, ...rows.map(row => el("table", { class: "card" }, ...row.map((value, i) => value === "" ? null : el("tr", {}, cell("th", head[i]), cell("td", value))))));
   return el("div", { class: "scroll" }, el("table", { id, class: kind }, el("tr", {}, ...head.map(text => cell("th", text))),
     ...rows.map(row => el("tr", {}, ...row.map(value => cell("td", value))))));
 }
