@@ -148,6 +148,7 @@ def test_data_alone(browser: Any, labelled_files: str, tmp_path: Path) -> None:
     found = Page(browser, (tmp_path / "data.html").as_uri())
     assert found.count("#layout-svg rect") == 4 and found.count("#consumption") == 0
     assert "shuffled by window" in found.text("#shuffle")
+    assert re.search(r"On average [\d.]+\xa0%, of", found.text("#shuffle"))  # no line begins with the sign
     found.close()
 
 

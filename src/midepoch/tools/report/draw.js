@@ -44,7 +44,8 @@ function label(x, y, text, anchor = "start", fill = "") {
 const board = (id, width, height) => draw("svg", { viewBox: `0 0 ${width} ${height}`, role: "img", id });
 const wide = () => Math.max(300, Math.min(1200, document.documentElement.clientWidth - 70));
 const section = (id, title, ...children) => el("section", { id }, el("h2", {}, title), ...children);
-const note = text => text ? el("p", { class: "note" }, text) : null;
+const whole = text => String(text).replaceAll(" %", "\u00a0%");  // no line begins with the sign
+const note = text => text ? el("p", { class: "note" }, whole(text)) : null;
 
 function hatched(node, k) {
   // Lines across: what was delivered and then lost in a crash.
@@ -69,7 +70,7 @@ function legend(entries) {
     else if (kind === "hatch") node.append(draw("rect", { width: 24, height: 12, fill: hatched(node, k) }));
     else if (kind === "cross") node.append(cross(12, 6));
     else node.append(draw("rect", { width: 24, height: 12, fill, "fill-opacity": kind === "pale" ? .35 : .9 }));
-    return el("span", {}, node, text);
+    return el("span", {}, node, whole(text));
   }));
 }
 function tiles(list) {
