@@ -16,10 +16,11 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from commands import call
 from rich.console import Console
 
 import midepoch
-from midepoch.audit import read_runs
+from midepoch.audit import Ledger, read_runs
 from midepoch.checkpoint import PipelineCheckpoint
 from midepoch.cli import common, runs
 from midepoch.cli.app import COMMANDS
@@ -75,6 +76,27 @@ def test_texts_are_folded_on_a_terminal_and_in_a_pipe(width: int, monkeypatch: p
         text = shown(monkeypatch, width, terminal, lambda row=row: common.print_table([row], title="a title"))
         assert number in text and text.count("#") == 200 and text.count("three") == 20 and "…" not in text
         assert max(map(len, text.splitlines())) <= width
+
+
+@pytest.mark.parametrize("width", [60, 80])
+def test_a_long_name_leaves_room_for_its_value(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [
+        {"name": "a_column_with_a_name_" * 3, "value": "one two three " * 20, "type": "list<element: string>"},
+        {"name": "id", "value": 7, "type": "int64"},
+    ]
+    text = shown(monkeypatch, width, False, lambda: common.print_table(rows, header=False))
+    assert text.count("three") == 20 and len(text.splitlines()) < 30
+    assert "a_column_with_a_name_" * 3 in unfolded(text) and max(map(len, text.splitlines())) <= width
+    short = [{"name": "of these rejected", "value": "one two three " * 20}]
+    assert "│ of these rejected │" in shown(monkeypatch, width, False, lambda: common.print_table(short, header=False))
+
+
+def test_rows_of_one_of_several_loaders_say_whose_they_are(tmp_path: Path) -> None:
+    for name, rows in (("train", 8), ("validation", 4)):
+        list(midepoch.from_dict({"id": list(range(rows))}).loader(2, audit=Ledger(tmp_path / "run", name=name)))
+    assert call("audit", tmp_path / "run", "--step", 1).stdout.startswith("step 1, loader train\n")
+    of_valid = call("audit", tmp_path / "run", "--row", 3, "--stream", "validation").stdout
+    assert of_valid.startswith("row 3, loader validation\n")
 
 
 def test_sentences_are_wrapped_between_words_and_addresses_are_whole() -> None:

@@ -180,5 +180,18 @@ def test_names_and_bars_of_any_length_share_the_width(run: Path) -> None:
     Schedule([Phase(long, {"web": 1, "code": 1}, rows=10), Phase("open", {"web": 1})]).save(run)
     lines = call("--schedule", run).output.splitlines()
     first, second = lines[lines.index("share of rows") + 1 :][:2]
-    assert first.startswith(long[:20]) and first.endswith("█▒" + "▒" * 28) and len(first) == 80
+    assert first.startswith(long[:19] + "… ") and first.endswith("█▒" + "▒" * 28) and len(first) == 80
     assert second == "open".ljust(21) + "█" * 59  # without an end
+
+
+@pytest.mark.parametrize("columns", [60, 80, 120])
+def test_a_legend_of_long_names_keeps_each_beside_its_sign(columns: int, run: Path) -> None:
+    names = {f"a-source-with-a-name-that-is-long-{number}": 1 for number in range(3)}
+    Schedule([Phase("a phase with a name that is long", names, rows=9)], sources=dict.fromkeys(names, "web")).save(run)
+    lines = call("--schedule", run, columns=columns).output.splitlines()
+    begin, end = lines.index("share of rows") + 2, lines.index("consumption")
+    legend = lines[begin:end]
+    assert max(map(len, legend)) <= columns
+    for name, sign in zip(names, "█▒░", strict=True):
+        assert any(f"{2 * sign} {name}" in line for line in legend)
+    assert len({len(line) - len(line.lstrip()) for line in legend}) == 1

@@ -72,7 +72,8 @@ def print_table(
 
     Nothing is truncated: numbers stay on one line, and texts are folded. A table for which the console is too narrow is
     printed as a list of its rows. Columns of integers, and those in ``right``, are aligned to the right. Without a
-    ``header`` the first column has names. ``most``: number of rows to print.
+    ``header`` the first column has names, which are folded if the other columns have no room beside them. ``most``:
+    number of rows to print.
     """
     every = list(rows)
     rows = every[:most]
@@ -82,10 +83,11 @@ def print_table(
         say((title, "italic"))
     cells = {name: [_cell(row[name]) for row in rows if row] for name in names}
     whole = {name for name in names if name in right or all(type(row[name]) is int for row in rows if row)}
-    whole |= set() if header else {names[0]}
     widths = {name: max(map(_width, [_cell(name if header else ""), *cells[name]])) for name in names}
-    least = sum(widths[name] if name in whole else min(widths[name], _LEAST) for name in names)
     lines = {padding: 1 + (1 + 2 * padding) * len(names) for padding in (1, 0)}
+    others = sum(min(widths[name], _LEAST) for name in names[1:])
+    whole |= set() if header or widths[names[0]] + others + lines[0] > console.width else {names[0]}
+    least = sum(widths[name] if name in whole else min(widths[name], _LEAST) for name in names)
     padding = next((padding for padding in lines if least + lines[padding] <= console.width), None)
     if padding is None and header:
         items = ([*({"name": name, "value": row[name]} for name in names), None] for row in rows if row)

@@ -167,21 +167,31 @@ def _style(source: int) -> str:
 def _bars(plan: SchedulePlan, width: int, ascii_only: bool) -> Iterator[Text]:
     """Yield a bar for each phase, with the shares of its rows, and a legend."""
     fills = _ASCII_FILLS if ascii_only else _FILLS
-    names = [common.printable(phase.name)[:_LONGEST] for phase in plan.phases]
-    margin = max(map(len, names)) + 1
+    names = [Text(common.printable(phase.name)) for phase in plan.phases]
+    for name in names:
+        name.truncate(_LONGEST, overflow="ellipsis")
+    margin = max(name.cell_len for name in names) + 1
     room = max(1, min(width, _WIDEST) - margin)
     yield Text("share of rows", "italic")
     for name, phase in zip(names, plan.phases, strict=True):
-        line, end = Text(name.ljust(margin)), 0.0
+        line, end = Text.assemble(name, " " * (margin - name.cell_len)), 0.0
         for number, use in enumerate(phase.uses):
             end += use.share
-            line.append(fills[number % len(fills)] * (margin + round(end * room) - len(line)), _style(number))
+            line.append(fills[number % len(fills)] * (margin + round(end * room) - line.cell_len), _style(number))
         yield line
-    legend = Text(" " * margin)
-    for number, use in enumerate(plan.totals):
-        legend.append(fills[number % len(fills)] * 2, _style(number))
-        legend.append(f" {common.printable(use.source)}   ")
-    yield legend
+    entries = [
+        Text.assemble((fills[number % len(fills)] * 2, _style(number)), f" {common.printable(use.source)}")
+        for number, use in enumerate(plan.totals)
+    ]
+    indent = " " * max(0, min(margin, width - max(entry.cell_len for entry in entries)))
+    line = Text.assemble(indent, entries[0])
+    for entry in entries[1:]:
+        if line.cell_len + 3 + entry.cell_len > width:
+            yield line
+            line = Text.assemble(indent, entry)
+        else:
+            line = Text.assemble(line, "   ", entry)
+    yield line
 
 
 _RANKS, _ROWS = 8, 12

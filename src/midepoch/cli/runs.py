@@ -186,6 +186,8 @@ def _rows(run: Run, documents: list[Document] | None, find: Callable[[], list[De
             "source; the number beside the name of a file counts in that file."
         ) * of_step
 
+    what += f", loader {run.streams[run.stream] or run.stream}" * (len(run.streams) > 1)
+
     def show() -> None:
         from midepoch.storage.cache_files import default_index_dir
 

@@ -50,7 +50,7 @@ def from_tokens(
 
     The other arguments are those of ``from_files``.
 
-    ds = midepoch.from_tokens("fineweb/*.bin", 1025, dtype="uint16").cast({"input_ids": "int64"})
+        ds = midepoch.from_tokens("fineweb/*.bin", 1025, dtype="uint16").cast({"input_ids": "int64"})
     """
     length = as_int(sequence_length) if hasattr(sequence_length, "__index__") else 0
     if isinstance(sequence_length, bool) or not 1 <= length <= MOST_TOKENS:
@@ -127,7 +127,7 @@ def from_megatron(
     is given. Weights count documents. Documents of several sequences also have their ``sequence_lengths``, and
     multimodal ones their ``modes``. Local files are mapped. The other arguments are those of ``from_files``.
 
-    ds = midepoch.from_megatron(["0.7", "web_text_document", "0.3", "code_text_document"], seed=1).pack(4096)
+        ds = midepoch.from_megatron(["0.7", "web_text_document", "0.3", "code_text_document"], seed=1).pack(4096)
     """
     prefixes, shares = _parsed(blend, weights)
     texts = paths_of(prefixes)

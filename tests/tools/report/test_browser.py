@@ -148,6 +148,7 @@ def test_data_alone(browser: Any, labelled_files: str, tmp_path: Path) -> None:
     found = Page(browser, (tmp_path / "data.html").as_uri())
     assert found.count("#layout-svg rect") == 4 and found.count("#consumption") == 0
     assert "shuffled by window" in found.text("#shuffle")
+    assert re.search(r"On average [\d.]+\xa0%, of", found.text("#shuffle"))  # no line begins with the sign
     found.close()
 
 
@@ -308,6 +309,8 @@ def test_phases_weights_exclusions_and_leases(browser: Any, labelled_files: str,
         path.write_text(render(collect(tmp_path / name)))
         page = Page(browser, path.as_uri(), width=340)
         assert all(text in page.text(place) for place, texts in places.items() for text in texts)
+        assert ("leased" in page.text("#progress")) == (name == "leases") == ("was leased" in page.text("#consumption"))
+        assert ("What was left out on the way has no mark" in page.text("#consumption")) == (name == "rows")
         assert page.page.evaluate("document.scrollingElement.scrollWidth") <= 340
         page.close()
 
@@ -373,6 +376,8 @@ def test_no_page_contradicts_itself_or_is_cut_off(browser: Any, labelled_files: 
             if name == "mix":
                 assert "does not call such rows repeated" in page.text("#sources") and "phase" in page.text("#sources")
                 assert "outputs excluded" in page.text("#epochs")
+                drawn = page.text("#consumption")  # the schedule is complete, and not all rows are drawn
+                assert "all rows of its sources" in drawn and "end of the epoch" not in drawn
             elif name == "rows":
                 assert "stopped" not in page.text("#ranks")
             else:
@@ -380,3 +385,39 @@ def test_no_page_contradicts_itself_or_is_cut_off(browser: Any, labelled_files: 
                     "#runs"
                 )
             page.close()
+
+
+def test_a_run_of_which_one_rank_stopped(browser: Any, labelled_files: str, tmp_path: Path) -> None:
+    """It says so, and on a wide screen each rank has one line; on a narrow one, numbers keep their signs."""
+    ds = midepoch.from_files(labelled_files)
+    for rank in range(2):
+        list(ds.loader(10, rank=rank, world_size=2, audit=Ledger(tmp_path / "run", attempt="1")))
+    contents = collect(tmp_path / "run")
+    now = contents["runs"][0]["now"]
+    now |= {"state": "stopped", "by_rank": [{**one, "rows_per_second": 8.0, "waited": 0.1} for one in now["by_rank"]]}
+    now["by_rank"] = [
+        {**one, "state": state} for one, state in zip(now["by_rank"], ("running", "stopped"), strict=True)
+    ]
+    path = tmp_path / "report.html"
+    path.write_text(render(contents))
+    page = Page(browser, path.as_uri(), width=1280)
+    assert "1 of 2 ranks stopped" in page.text("#state")
+    states = page.page.locator("#rank-table td:nth-child(2)").all_inner_texts()
+    assert states == ["● running", "■ stopped"]
+    heights = page.page.eval_on_selector_all("#rank-table tr", "all => all.map(one => one.offsetHeight)")
+    assert max(heights) < 40
+    page.close()
+
+
+def test_on_a_narrow_screen_numbers_stay_on_a_line_and_nothing_is_empty(browser: Any, tmp_path: Path) -> None:
+    tokens = midepoch.from_dict({"input_ids": [list(range(1 + n % 50)) for n in range(300)]})
+    names = ["a-source-of-text-with-a-name-that-is-long", "another-one-of-code"]
+    mixed = midepoch.mix(dict.fromkeys(names, tokens), {names[0]: 0.75, names[1]: 0.25}, seed=1)
+    list(mixed.pack(64, pad=0).loader(4, audit=tmp_path / "mix"))
+    path = tmp_path / "report.html"
+    path.write_text(render(collect([tmp_path / "mix", tmp_path / "mix"])))
+    page = Page(browser, path.as_uri(), width=390)
+    lines = "all => all.map(one => { const r = document.createRange(); r.selectNodeContents(one); return r.getClientRects().length; })"
+    assert set(page.page.eval_on_selector_all("#source-table td:not(:first-child)", lines)) == {1}
+    assert "" not in page.page.locator("table.card td").all_inner_texts()
+    page.close()

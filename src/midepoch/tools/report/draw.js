@@ -44,7 +44,8 @@ function label(x, y, text, anchor = "start", fill = "") {
 const board = (id, width, height) => draw("svg", { viewBox: `0 0 ${width} ${height}`, role: "img", id });
 const wide = () => Math.max(300, Math.min(1200, document.documentElement.clientWidth - 70));
 const section = (id, title, ...children) => el("section", { id }, el("h2", {}, title), ...children);
-const note = text => text ? el("p", { class: "note" }, text) : null;
+const whole = text => String(text).replaceAll(" %", "\u00a0%");  // no line begins with the sign
+const note = text => text ? el("p", { class: "note" }, whole(text)) : null;
 
 function hatched(node, k) {
   // Lines across: what was delivered and then lost in a crash.
@@ -69,7 +70,7 @@ function legend(entries) {
     else if (kind === "hatch") node.append(draw("rect", { width: 24, height: 12, fill: hatched(node, k) }));
     else if (kind === "cross") node.append(cross(12, 6));
     else node.append(draw("rect", { width: 24, height: 12, fill, "fill-opacity": kind === "pale" ? .35 : .9 }));
-    return el("span", {}, node, text);
+    return el("span", {}, node, whole(text));
   }));
 }
 function tiles(list) {
@@ -82,7 +83,7 @@ function table(id, head, rows, kind = "") {
   // A cell is a text, or [text, class], or an element.
   const cell = (name, value) => el(name, Array.isArray(value) ? { class: value[1] } : {}, Array.isArray(value) ? value[0] : value);
   if (wide() < 500 && head.length > 5)  // a narrow screen: each row is a table of names and values
-    return el("div", { id }, ...rows.map(row => el("table", { class: "card" }, ...row.map((value, i) => el("tr", {}, cell("th", head[i]), cell("td", value))))));
+    return el("div", { id }, ...rows.map(row => el("table", { class: "card" }, ...row.map((value, i) => value === "" ? null : el("tr", {}, cell("th", head[i]), cell("td", value))))));
   return el("div", { class: "scroll" }, el("table", { id, class: kind }, el("tr", {}, ...head.map(text => cell("th", text))),
     ...rows.map(row => el("tr", {}, ...row.map(value => cell("td", value))))));
 }

@@ -18,7 +18,8 @@ function stateOf(now, last = now.last) {
   if (now.state === "running") return ["●", "running", "info", `last step ${age(last)}`];
   if (now.state === "quiet") return ["◐", "no step", "mind", `last step ${age(last)}`];
   if (now.state === "finished") return ["✓", `epoch ${now.epoch} complete`, "good", `last step ${age(last)}`];
-  return ["■", "stopped", "mind", `last step ${age(last)}`];
+  const gone = now.by_rank.filter(one => one.state === "stopped").length, of = now.by_rank.length;
+  return ["■", gone < of ? `${gone} of ${of} ranks stopped` : "stopped", "mind", `last step ${age(last)}`];
 }
 function badge(now) {
   const [shape, words, kind, when] = stateOf(now);
@@ -50,7 +51,7 @@ const unitOf = now => now.packing == null ? "row" : "sequence";  // what a batch
 
 function dashboard(run) {
   const now = run.now, alive = now.state === "running" || now.state === "quiet", when = alive ? "now" : "at the end";
-  const text = now.progress == null ? `epoch ${now.epoch}: its length is not known before its end` : `epoch ${now.epoch}: ${now.progress_at_least ? "at least " : ""}${percent(now.progress)}` + (now.eta == null ? "" : `, about ${duration(now.eta)} left`);
+  const text = now.progress == null ? `epoch ${now.epoch}: its length is not known before its end` : `epoch ${now.epoch}: ${now.progress_at_least ? "at least " : ""}${percent(now.progress)}${run.epochs.some(one => one.leases) ? " leased" : ""}` + (now.eta == null ? "" : `, about ${duration(now.eta)} left`);
   const each = now.batch / now.ranks, unit = unitOf(now);
   return section("now", alive ? "Now" : now.state === "finished" ? "At the end" : "When it stopped",
     now.progress == null ? note(text) : progressBar("progress", now.progress, text),
@@ -114,7 +115,7 @@ function ranks(now) {
   const speeds = now.by_rank.some(one => one.rows_per_second != null);
   return el("div", { id: "ranks" }, el("h3", {}, "Ranks"), table("rank-table", ["rank", ["state", "text"], ...(speeds ? [`${unitOf(now)}s/s`, "waiting"] : []), "steps", ["last step", "text"], ["machine", "text"]],
     now.by_rank.map(one => {
-      const [shape, words, kind] = stateOf({ ...now, state: one.state === "stopped" ? now.state : one.state }, one.last);
+      const [shape, words, kind] = stateOf({ ...now, state: one.state === "stopped" ? now.state : one.state, by_rank: [] }, one.last);
       return [number(one.rank), [`${shape} ${words}`, `text ${kind}`], ...(speeds ? [one.rows_per_second == null ? "" : figure(one.rows_per_second), one.waited == null ? "" : percent(one.waited)] : []),
         number(one.steps), [hour(one.last), "text"], [one.machine, "text"]];
     }), "wide"));
@@ -138,7 +139,7 @@ function overview(run) {
 function consumption(run) {
   const width = wide(), every = run.epochs.filter(ofEpoch), epochs = every.slice(-60), small = width < 500;
   const node = board("consumption-svg", width, 30 * epochs.length + 20), left = small ? 58 : 70, span = width - left - 10, starts = new Set();
-  const ends = run.now.progress != null || epochs.every(one => one.complete);
+  const ends = run.now.progress != null || epochs.every(one => one.complete), mixed = run.now.sources.some(one => one.weight != null);
   let again = false, wrong = false, rest = false;
   epochs.forEach((one, k) => {
     const y = 30 * k, x = p => left + (one.rows ? p / one.rows : 0) * span;
@@ -156,7 +157,7 @@ function consumption(run) {
     rest = rest || one.pending || one.dropped;
     for (const p of one.exact ? [] : one.examples) { wrong = true; node.append(cross(x(p), y + 11, `position ${number(p)}: lost or repeated`)); }
   });
-  node.append(label(left, 30 * epochs.length + 12, "position 0"), label(width - 10, 30 * epochs.length + 12, ends ? "end of the epoch" : "last position so far", "end"));
+  node.append(label(left, 30 * epochs.length + 12, "position 0"), label(width - 10, 30 * epochs.length + 12, mixed ? "all rows of its sources" : ends ? "end of the epoch" : "last position so far", "end"));
   const names = { rows: run.unit, never: "lost", pending: "to come", again: "delivered again", once: epochs.some(one => one.filtered || one.skipped) ? "consumed once" : "delivered once", excluded_outputs: "outputs excluded" };
   const keys = ["rows", "once", "never", "repeated", "pending", "filtered", "dropped", "skipped", "excluded", "excluded_outputs", "again", "steps"].filter(key => !["filtered", "dropped", "skipped", "excluded", "excluded_outputs", "again"].includes(key) || epochs.some(one => one[key]));
   const leased = epochs.some(one => one.leases) ? Object.entries({ leased: "leased", acknowledged: "acknowledged", rejected: "of these rejected", out: "still out", returned: "returned" }) : [];
@@ -165,7 +166,8 @@ function consumption(run) {
     one.complete ? ["✓ complete", "good"] : one.exact ? "exact so far" : ["✕ not exact", "bad"]]);
   return section("consumption", `Consumed ${run.unit}`, node,
     legend([...[...starts].sort((a, b) => a - b).slice(0, 12).map(k => [`start ${k + 1}`, "box", k]), ...(again ? [["delivered, and again after a resume", "hatch", 0]] : []), ...(rest ? [["to come, or dropped", "box", "var(--line)"]] : []), ...(wrong ? [["lost or repeated", "cross", 0]] : [])]),
-    note((every.length > epochs.length ? `The last ${epochs.length} of ${number(every.length)} epochs. ` : "") + "Each bar is an epoch, from its first position to its last."),
+    note((every.length > epochs.length ? `The last ${epochs.length} of ${number(every.length)} epochs. ` : "") + (mixed ? "Each bar is an epoch: the rows of its sources that it has drawn. A mix may end before all are." : "Each bar is an epoch, from its first position to its last.")
+      + (leased.length ? " It has what was leased: what was returned comes again." : epochs.some(one => one.excluded || one.filtered || one.skipped) ? " What was left out on the way has no mark." : "")),
     table("epochs", ["epoch", ...keys.map(key => names[key] || key), ...leased.map(([, title]) => title), ""], body));
 }
 
