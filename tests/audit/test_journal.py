@@ -86,7 +86,7 @@ def test_damaged_orders(tmp_path: Path) -> None:
     list(midepoch.from_dict({"id": list(range(40))}).shuffle(seed=1).filter(_odd).loader(4, audit=tmp_path))
     (path,) = tmp_path.glob("*.order")
     whole, refused = path.read_bytes(), 0
-    for place in range(0, len(whole), 5):
+    for place in [*range(0, len(whole), 5), *range(len(whole) - 22, len(whole))]:
         path.write_bytes(whole[:place] + bytes([whole[place] ^ 7]) + whole[place + 1 :])
         try:
             assert read_run(tmp_path).epochs

@@ -262,7 +262,9 @@ class KnownOrder:
 
     @cached_property
     def _stored(self) -> dict[str, npt.NDArray[Any]]:
-        return _read(self._path, f"{self._path} cannot be read, so rows cannot be identified. Restore it from a copy")
+        return _read(
+            self._path, "about", f"{self._path} cannot be read, so rows cannot be identified. Restore it from a copy"
+        )
 
     @cached_property
     def about(self) -> dict[str, Any]:
@@ -297,6 +299,7 @@ class KnownOrder:
         """Return the lengths of the rows by which batches were formed. Raises StateError if they are not stored."""
         stored = _read(
             _lengths_path(self._path.parent, self.name, length),
+            "lengths",
             "the rows of batches by tokens cannot be named: their lengths are not beside the ledger, as they are for "
             f"up to {MOST_ROWS:,} rows",
         )
@@ -337,10 +340,14 @@ def _write(path: Path, **arrays: npt.NDArray[Any]) -> None:
         temporary.unlink(missing_ok=True)
 
 
-def _read(path: Path, problem: str) -> dict[str, npt.NDArray[Any]]:
-    """Return the arrays of a file. Raise StateError, which says the problem, if it cannot be read."""
+def _read(path: Path, name: str, problem: str) -> dict[str, npt.NDArray[Any]]:
+    """Return the arrays of a file. Raise StateError, which says the problem, if it cannot be read or ``name`` is not
+    one of them."""
     try:
         with path.open("rb") as file, np.load(file, allow_pickle=False) as stored:
-            return {key: stored[key] for key in stored.files}
+            arrays = {key: stored[key] for key in stored.files}
+            if name not in arrays:  # the end of the archive, which lists them, is damaged
+                raise ValueError(f"it has no {name}")
+            return arrays
     except (OSError, EOFError, ValueError, KeyError, RuntimeError, zipfile.BadZipFile, zlib.error) as error:
         raise StateError(f"{problem} ({error}).") from None
