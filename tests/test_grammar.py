@@ -155,8 +155,21 @@ PIPELINES: dict[str, Callable[[midepoch.Dataset], midepoch.Dataset]] = {
     "mix": lambda ds: midepoch.mix([ds.shuffle(seed=1).take(30), ds.skip(30).filter(even)], weights=[2, 1], seed=3),
     "lanes": lambda ds: ds.shuffle(seed=1).filter(even).with_lanes(4),
 }
-OF_PLACE = {"epoch", "position", "steps", "first", "cursor", "more", "excluded", "changes", "leased", "unit", "lanes"}
-"""Fields of a state that say where it is. A state with other ones may be that of another place."""
+OF_PLACE = {
+    "epoch",
+    "position",
+    "steps",
+    "first",
+    "cursor",
+    "more",
+    "excluded",
+    "changes",
+    "leased",
+    "unit",
+    "lanes",
+    "parts",
+}
+"""Fields of a state that say where it is, or of which mix. A state with other ones may be that of another place."""
 
 
 def batches_of(loader: midepoch.Loader) -> list[Any]:
