@@ -290,3 +290,23 @@ def test_a_state_that_is_saved_while_a_batch_is_delivered_takes_nothing_back(
     monkeypatch.setattr(PipelineSpec, "seeded", seeded)
     loader.state_dict()
     assert loader.steps == 2 and loader.position == 10
+
+
+def test_a_pass_of_one_batch_that_failed_is_no_look() -> None:
+    """Only a break after the first batch is one: the loop has trained on a batch that came before an error."""
+    failing = [True]
+
+    def check(row: dict[str, Any]) -> dict[str, Any]:
+        if failing[0] and row["id"] == later:
+            raise ValueError("not now")
+        return {}
+
+    ds = midepoch.from_dict({"id": list(range(20))}).shuffle(seed=1)
+    expected = [batch["id"].tolist() for batch in ds.loader(4)]
+    later, found = expected[1][2], []
+    loader = ds.map(check).loader(4)
+    with pytest.raises(midepoch.MapError):
+        for batch in loader:
+            found.append(batch["id"].tolist())
+    failing[0] = False
+    assert found + [batch["id"].tolist() for batch in loader] == expected

@@ -471,6 +471,7 @@ MIX = [["pipeline", "mix[first seed=1]"], ["weights", [1.0, 1.0]]]
         {"more": deep()},
         {"parts": deep()},
         {"parts": [*MIX, ["parts", deep()]]},
+        {"parts": [*MIX, [7, 1]]},
         {"cursor": [[0, deep()]]},
         {"cursor": [[0, 1, deep()]]},
         {"cursor": [[10**4000, 1]]},

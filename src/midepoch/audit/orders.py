@@ -10,8 +10,8 @@ import hashlib
 import io
 import json
 import os
-import secrets
 import zipfile
+import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -31,6 +31,7 @@ from midepoch.pipeline.node import Mix, Node
 from midepoch.pipeline.planned import GivenLengths, Planning
 from midepoch.pipeline.spec import PipelineSpec, leaf_identity
 from midepoch.state.format import order_of
+from midepoch.storage.cache_files import sweep, temporary_path
 
 if TYPE_CHECKING:
     from midepoch.audit.passes import Generation
@@ -261,7 +262,9 @@ class KnownOrder:
 
     @cached_property
     def _stored(self) -> dict[str, npt.NDArray[Any]]:
-        return _read(self._path, f"{self._path} cannot be read, so rows cannot be identified. Restore it from a copy")
+        return _read(
+            self._path, "about", f"{self._path} cannot be read, so rows cannot be identified. Restore it from a copy"
+        )
 
     @cached_property
     def about(self) -> dict[str, Any]:
@@ -296,6 +299,7 @@ class KnownOrder:
         """Return the lengths of the rows by which batches were formed. Raises StateError if they are not stored."""
         stored = _read(
             _lengths_path(self._path.parent, self.name, length),
+            "lengths",
             "the rows of batches by tokens cannot be named: their lengths are not beside the ledger, as they are for "
             f"up to {MOST_ROWS:,} rows",
         )
@@ -323,19 +327,27 @@ def save_lengths(folder: Path, spec: PipelineSpec, planning: Planning) -> None:
 
 def _write(path: Path, **arrays: npt.NDArray[Any]) -> None:
     """Write arrays to a file that all ranks write, equal."""
-    content, temporary = io.BytesIO(), path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    content, temporary = io.BytesIO(), temporary_path(path)
+    sweep(path.parent, f".{path.name}.*.tmp")
     np.savez_compressed(content, **arrays)  # type: ignore[arg-type]
-    with temporary.open("wb") as file:
-        file.write(content.getvalue())
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
-
-
-def _read(path: Path, problem: str) -> dict[str, npt.NDArray[Any]]:
-    """Return the arrays of a file. Raise StateError, which says the problem, if it cannot be read."""
     try:
-        with np.load(path, allow_pickle=False) as stored:
-            return {key: stored[key] for key in stored.files}
-    except (OSError, EOFError, ValueError, zipfile.BadZipFile) as error:
+        with temporary.open("wb") as file:
+            file.write(content.getvalue())
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _read(path: Path, name: str, problem: str) -> dict[str, npt.NDArray[Any]]:
+    """Return the arrays of a file. Raise StateError, which says the problem, if it cannot be read or ``name`` is not
+    one of them."""
+    try:
+        with path.open("rb") as file, np.load(file, allow_pickle=False) as stored:
+            arrays = {key: stored[key] for key in stored.files}
+            if name not in arrays:  # the end of the archive, which lists them, is damaged
+                raise ValueError(f"it has no {name}")
+            return arrays
+    except (OSError, EOFError, ValueError, KeyError, RuntimeError, zipfile.BadZipFile, zlib.error) as error:
         raise StateError(f"{problem} ({error}).") from None

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from midepoch.audit.documents import RecordedDocuments
-from midepoch.audit.journal import COUNTERS, Record, records_in
+from midepoch.audit.journal import COUNTERS, ENDED, Record, records_in
 from midepoch.audit.lanes import CURSORS, LaneTrack
 from midepoch.audit.orders import RecordedMix
 from midepoch.errors import StateError
@@ -403,7 +403,8 @@ def read_passes(path: Path) -> list[Passed]:
     """Return the passes in one file. A damaged record, after the death of a machine, ends them."""
     data, found = path.read_bytes(), []
     records = list(takewhile(lambda record: record.is_intact, records_in(data)))
-    if data[:1].strip(b"\0") and not HEADER.startswith(data[:4]):
+    # One that begins with its end could not be written any further before the first record.
+    if data[:1].strip(b"\0") and not any(kind.startswith(data[:4]) for kind in (HEADER, ENDED)):
         raise StateError(f"{path} is not a ledger of midepoch. Move it out of the folder, or pass that of another run.")
     firsts = [place for place, record in enumerate(records) if record.kind == HEADER]
     try:

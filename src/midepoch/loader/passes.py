@@ -166,9 +166,11 @@ class Pass(Resumable):
                     return value
                 self._refuse_to_drift(made)
         except BaseException as problem:
-            if ledger is not None and self._recorded:
-                ledger.counters[0] = self._since  # without a step that is not delivered
-            self._fail(problem)
+            try:
+                if ledger is not None and self._recorded:
+                    ledger.counters[0] = self._since  # without a step that is not delivered
+            finally:
+                self._fail(problem)
             raise
         self.close()
         raise StopIteration("the epoch is over. The next call begins the next one.")
@@ -303,7 +305,8 @@ class Pass(Resumable):
             self.ended = True
             loader._finish(feed.end, rolled=self._start.rolled, looked=self.delivered == 1)
         else:
-            loader._run = states.leave(loader._run, self.start, self.delivered)
+            looked = self.delivered == 1 and self._failure is None  # what an error ended was no look
+            loader._run = states.leave(loader._run, self.start, looked=looked)
 
     @silent_at_exit
     def __del__(self) -> None:

@@ -113,9 +113,9 @@ def deliver(state: RunState, at: Delivered, start: Cursor) -> RunState:
     return tuple.__new__(RunState, (spec, at, next_, kind, loaded))  # for every batch: half the time of RunState(…)
 
 
-def leave(state: RunState, start: Cursor, batches: int) -> RunState:
-    """Return the state after a pass was left before its end. One batch was only a look at it."""
-    if batches == 1:
+def leave(state: RunState, start: Cursor, *, looked: bool) -> RunState:
+    """Return the state after a pass was left before its end. ``looked``: after its first batch, which was a look."""
+    if looked:
         return state._replace(next=start, kind=Kind.LOOKED)
     return state._replace(kind=Kind.LEFT, loaded=None)
 

@@ -80,11 +80,13 @@ class BlockCache:
             yield mine and (locks is None or locks.acquire(block, f"block {block}", wait=wait, limit=_PATIENCE))
         finally:
             if mine:
-                if locks is not None:
-                    locks.release(block)
-                with self._done:
-                    self._busy.discard(block)
-                    self._done.notify_all()
+                try:
+                    if locks is not None:
+                        locks.release(block)
+                finally:  # also after an interrupt: a reader would wait for the block indefinitely
+                    with self._done:
+                        self._busy.discard(block)
+                        self._done.notify_all()
 
 
 class MemoryShelf:

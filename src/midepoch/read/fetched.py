@@ -282,7 +282,11 @@ class _Ahead:
                 del make
             else:
                 shelf = self._cache.shelf
-                blocks = deque(each for each in request() if each not in self._failed and not shelf.has(each))
+                try:
+                    blocks = deque(each for each in request() if each not in self._failed and not shelf.has(each))
+                except Exception as problem:  # without this thread, nothing would be prefetched any more
+                    _log.debug("blocks could not be prefetched: %s", problem)
+                    continue
                 with self._changed:
                     if request is self._request:  # else another thread has a later one
                         self._blocks = blocks

@@ -259,6 +259,8 @@ def _part_to_json(name: str, value: Any) -> Any:
 def parts_from_json(value: Any, depth: int = 0) -> dict[str, Any]:
     """Return the description of a pipeline. Raises StateError if it is none."""
     found = _pairs(value, "parts")
+    if not all(isinstance(name, str) for name in found):
+        raise damaged("parts", value)
     if "parts" in found:
         if not isinstance(found["parts"], list) or depth > _DEEPEST:
             raise damaged("parts", found["parts"])
