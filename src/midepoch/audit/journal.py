@@ -5,7 +5,7 @@ content, and zeros up to a multiple of 8 bytes. The checksum is the CRC-32 of th
 the record in the file, so that records which are torn, moved or taken out are noticed. The file is mapped: a store into
 memory takes a tenth of the time of a system call, and survives the death of the process as well. While it is written, a
 file is longer than its records, filled with zeros. A closed one ends with a record of that. So one whose end was lost
-later can be told from that of a process that was killed.
+later differs from that of a process that was killed.
 
 A record of *counters* has integers of 8 bytes that change in place, which its checksum leaves out. So counting a step
 is one store.

@@ -341,8 +341,7 @@ def _write(path: Path, **arrays: npt.NDArray[Any]) -> None:
 
 
 def _read(path: Path, name: str, problem: str) -> dict[str, npt.NDArray[Any]]:
-    """Return the arrays of a file. Raise StateError, which says the problem, if it cannot be read or ``name`` is not
-    one of them."""
+    """Return the arrays of a file, among them ``name``. Raise StateError, which says the problem, if there are none."""
     try:
         with path.open("rb") as file, np.load(file, allow_pickle=False) as stored:
             arrays = {key: stored[key] for key in stored.files}

@@ -206,7 +206,7 @@ class Worker(Protocol):
 
 @dataclass(frozen=True)
 class Job:
-    """What workers do, as it is sent to them. ``drawing``: in threads, the functions that draw from torch's generator.
+    """The work of a crew, as it is sent to its workers. ``drawing``: in threads, the functions that draw from torch's generator.
 
     ``options``: without a device, which only the main process uses.
     """

@@ -372,7 +372,7 @@ class _Forks:
     huggingface_hub closes its connections in a forked process. That waits indefinitely if a thread of the parent was
     sending a request, because its lock is copied without it: with 8 busy threads, in a quarter of all forks.
 
-    It also has the other locks that a forked process needs anew: ``resolving``, for threads that read one file, and
+    It also has the other locks that a forked process needs again: ``resolving``, for threads that read one file, and
     ``listing``.
     """
 
