@@ -10,6 +10,7 @@ import hashlib
 import io
 import json
 import os
+import secrets
 import zipfile
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
@@ -31,7 +32,6 @@ from midepoch.pipeline.node import Mix, Node
 from midepoch.pipeline.planned import GivenLengths, Planning
 from midepoch.pipeline.spec import PipelineSpec, leaf_identity
 from midepoch.state.format import order_of
-from midepoch.storage.cache_files import sweep, temporary_path
 
 if TYPE_CHECKING:
     from midepoch.audit.passes import Generation
@@ -327,8 +327,7 @@ def save_lengths(folder: Path, spec: PipelineSpec, planning: Planning) -> None:
 
 def _write(path: Path, **arrays: npt.NDArray[Any]) -> None:
     """Write arrays to a file that all ranks write, equal."""
-    content, temporary = io.BytesIO(), temporary_path(path)
-    sweep(path.parent, f".{path.name}.*.tmp")
+    content, temporary = io.BytesIO(), path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     np.savez_compressed(content, **arrays)  # type: ignore[arg-type]
     try:
         with temporary.open("wb") as file:

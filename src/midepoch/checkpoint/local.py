@@ -34,7 +34,7 @@ _NO_PLAIN_FILE = (errno.ELOOP, errno.ENOTDIR, errno.ENXIO, errno.EISDIR, errno.E
 _UNREADABLE = (errno.EACCES, errno.EPERM, errno.EIO)
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EFBIG)
 _WRITE_AHEAD = 32 << 20
-"""Bytes written before the disk is told to begin. It may drop them from memory, too: nobody reads them soon."""
+"""Bytes written before the disk is asked to begin. It may drop them from memory, too: nobody reads them soon."""
 _COPY = re.compile(rf"step_{NUMBER}\Z|\.step_{NUMBER}\.[0-9a-f]+\.(saving|old)\Z")
 _PAUSE, _TIMEOUT = 0.005, 10.0
 """Seconds between two looks, and seconds to wait for the removal of an empty folder."""
