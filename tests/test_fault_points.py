@@ -270,12 +270,12 @@ def left_in(folder: Path) -> set[str]:
 
 
 def check_files(clean: set[str], folder: Path, faults: Faults, what: str) -> None:
-    """A file that could not be removed may be left. It has a name by which a later process removes it."""
+    """A file that could not be removed may be left. It has a name by which it is known as temporary."""
     may_stay = faults.forever or {"unlink", "rmdir", "scandir", "listdir", "replace", "lstat"} & set(faults.refused)
     until = time.monotonic() + 2
     while more := left_in(folder) - clean:
         if may_stay:
-            more = {name for name in more if not any(re.match(r"\..*\.tmp$", part) for part in name.split("/"))}
+            more = {name for name in more if not any(re.match(r"\..*\.tmp$|\.\w+\.order\.\w{8}$", part) for part in name.split("/"))}
         if not more or time.monotonic() > until or not _is_fetching():
             break
         time.sleep(0.01)  # a thread may still write a block ahead

@@ -206,9 +206,10 @@ class Worker(Protocol):
 
 @dataclass(frozen=True)
 class Job:
-    """The work of a crew, as it is sent to its workers. ``drawing``: in threads, the functions that draw from torch's generator.
+    """The work of a crew, as it is sent to its workers.
 
-    ``options``: without a device, which only the main process uses.
+    ``options``: without a device, which only the main process uses. ``drawing``: in threads, the functions that draw
+    from torch's generator.
     """
 
     worker: type[Worker]
