@@ -275,7 +275,11 @@ def check_files(clean: set[str], folder: Path, faults: Faults, what: str) -> Non
     until = time.monotonic() + 2
     while more := left_in(folder) - clean:
         if may_stay:
-            more = {name for name in more if not any(re.match(r"\..*\.tmp$|\.\w+\.order\.\w{8}$", part) for part in name.split("/"))}
+            more = {
+                name
+                for name in more
+                if not any(re.match(r"\..*\.tmp$|\.\w+\.order\.\w{8}$", part) for part in name.split("/"))
+            }
         if not more or time.monotonic() > until or not _is_fetching():
             break
         time.sleep(0.01)  # a thread may still write a block ahead
