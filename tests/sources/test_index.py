@@ -232,7 +232,7 @@ def test_an_index_that_was_left_over_decides_nothing(tmp_path: Path) -> None:
         ("mds/all", "beside bytes codec encodings hashes kinds names packed samples sizes text"),
         ("litdata/plain", "arrow beside block bytes codec dim kinds layout leaves level packed samples spec"),
         ("litdata/batch", "arrow beside block bytes codec dim frames kinds layout leaves level packed samples spec"),
-        ("litdata/rows", "arrow beside block bytes codec dim layout leaves level packed samples spec"),
+        ("litdata/rows", "arrow batches beside block bytes codec dim layout leaves level packed samples spec"),
     ],
 )
 def test_the_layout_of_footers_belongs_to_the_version(case: str, names: str, tmp_path: Path) -> None:
@@ -240,4 +240,4 @@ def test_the_layout_of_footers_belongs_to_the_version(case: str, names: str, tmp
     midepoch.from_files(FIXTURES / case, index_dir=tmp_path)
     index = index_module.read_index(next(tmp_path.glob("*.midepoch-index")))
     assert index is not None
-    assert (index_module.VERSION, sorted(footer_parts(index.footer(1))[0])) == (12, names.split())
+    assert (index_module.VERSION, sorted(footer_parts(index.footer(1))[0])) == (13, names.split())

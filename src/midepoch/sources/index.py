@@ -70,7 +70,7 @@ def for_all(action: Callable[[Any], T], items: Sequence[Any], done: Callable[[in
 
 Int64Array = npt.NDArray[np.int64]
 
-VERSION = 12
+VERSION = 13
 """Increase it when the layout of an index or of the footers of a format changes, or the rule of fingerprints: older
 indexes are built again.
 """
