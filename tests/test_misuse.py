@@ -29,6 +29,7 @@ from transformers import PreTrainedTokenizerFast
 
 import midepoch
 from data import dataset_of, write_arrow
+from midepoch._internal import hints
 from midepoch._internal.hints import NAMES, forget_warnings
 from midepoch.audit import Ledger, read_run
 from midepoch.dataset.habits import ATTRIBUTES
@@ -608,6 +609,7 @@ def test_the_format_of_a_file_with_the_name_of_another(name: str, kind: str, tmp
 
 
 def test_a_filter_that_returns_none_says_so(ds: midepoch.Dataset, caplog: pytest.LogCaptureFixture) -> None:
+    hints.forget_warnings()
     assert list(ds.filter(lambda row: print(end=""))) == []
     assert "returned None, which leaves the row out. Return True or False." in caplog.text
 

@@ -57,7 +57,7 @@ class Loader(Resumable):
     Each ``iter()`` is a pass over one epoch, from its beginning or from the position of a loaded state. After the last
     batch is delivered, the next ``iter()`` is the next epoch. After a ``break``:
 
-    - A pass of only one batch was a look: the next ``iter()`` begins where it began.
+    - A pass of only one batch was a look, unless an error ended it: the next ``iter()`` begins where it began.
     - If the data is shuffled, the next ``iter()`` continues after the last batch, as a resume from the state would.
     - If it is not, as for validation, the next ``iter()`` begins the epoch again, and logs a warning once.
     - With ``steps_per_epoch``, the next ``iter()`` always continues, with the rest of the steps.
