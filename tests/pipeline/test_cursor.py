@@ -30,9 +30,7 @@ from midepoch.pipeline.cursor import (
     StageAt,
     WindowAt,
     ZipAt,
-    flatten,
     flow_cursor,
-    keeps_shape,
     listed,
 )
 from midepoch.pipeline.lanes import Lanes, Share, StepOutputs
@@ -70,18 +68,6 @@ flow_cursors = st.recursive(row_cursors, combined, max_leaves=6)
 @given(flow_cursors)
 def test_a_state_has_the_cursor_of_every_flow_as_lists_of_numbers(cursor: FlowAt) -> None:
     assert flow_cursor(json.loads(json.dumps(listed(cursor)))) == cursor
-
-
-@given(flow_cursors, flow_cursors)
-def test_cursors_of_which_only_numbers_change_have_equally_many(one: FlowAt, other: FlowAt) -> None:
-    first, second = (listed(cursor, counts=True) for cursor in (one, other))
-    if keeps_shape(one) and keeps_shape(other) and _shape(first) == _shape(second):
-        assert len(flatten(first)) == len(flatten(second))
-    assert all(not isinstance(number, list) for number in flatten(first))
-
-
-def _shape(value: Any) -> Any:
-    return [_shape(inner) for inner in value] if isinstance(value, list) else None
 
 
 @pytest.mark.parametrize(

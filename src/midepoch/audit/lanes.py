@@ -14,7 +14,8 @@ from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import groupby, repeat
+from itertools import groupby
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,7 +24,7 @@ import numpy.typing as npt
 from midepoch.audit.journal import Record
 from midepoch.order import Shard
 from midepoch.pipeline.chunk import at_mark
-from midepoch.pipeline.cursor import NO_LANES, Cursor, FlowAt, LaneCursor, flatten, keeps_shape, listed
+from midepoch.pipeline.cursor import NO_LANES, Cursor, FlowAt, LaneCursor, listed
 from midepoch.pipeline.lanes import StepOutputs
 from midepoch.pipeline.leaf import Leaf
 from midepoch.pipeline.mixed import BORROWING, ENDED, FIRST, place_of
@@ -98,16 +99,14 @@ def _records(lane: int, first: int, pending: Sequence[LaneMarks]) -> Iterator[by
     """Yield the records of a lane: one, unless the shape of its cursors changes. ``first``: the first of the steps."""
     marks, taken = [marks[lane] for marks, _ in pending], [counts[lane] for _, counts in pending]
     values = _in_one_call(marks)
-    values = _one_by_one(marks) if values is None else values
     if values is not None:
         yield _encoded(first, _place(taken[0], at_mark(marks[0])), np.array(taken), values)
         return
     places = [_place(count, at_mark(mark)) for count, mark in zip(taken, marks, strict=True)]
-    for _, group in groupby(places, _shape):
-        some = list(group)
-        values = np.array([_numbers(place) for place in some])
-        yield _encoded(first, some[0], values[:, 0], values[:, 1:])
-        first += len(some)
+    for _, group in groupby(map(_split, places), itemgetter(0)):
+        values = np.array([numbers for _, numbers in group])
+        yield _encoded(first, places[0], values[:, 0], values[:, 1:])
+        first, places = first + len(values), places[len(values) :]
 
 
 def _in_one_call(marks: Sequence[Any]) -> Int64Array | None:
@@ -119,13 +118,6 @@ def _in_one_call(marks: Sequence[Any]) -> Int64Array | None:
         return None
     found: Int64Array | None = chunk.table(np.array([outputs for _, outputs in marks]), False)
     return found
-
-
-def _one_by_one(marks: Sequence[Any]) -> Int64Array | None:
-    """Return the numbers of the cursors at marks, or None if their shape may change."""
-    cursors = [at_mark(mark) for mark in marks]
-    numbers = [flatten(listed(cursor, counts=True)) for cursor in cursors]
-    return np.array(numbers) if all(map(keeps_shape, cursors)) and len(set(map(len, numbers))) == 1 else None
 
 
 def _encoded(first: int, place: At, taken: Int64Array, values: Int64Array) -> bytes:
@@ -146,14 +138,20 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int) and value < 1 << 62
 
 
-def _numbers(place: At) -> list[int]:
-    found = []
+def _split(place: At) -> tuple[At, list[int]]:
+    """Return the shape of a place, which is all but its numbers, and these."""
+    shape, numbers = [], []
     for value in place:
         if isinstance(value, list):
-            found += _numbers(value)
+            inner, found = _split(value)
+            shape.append(inner)
+            numbers += found
         elif _is_number(value):
-            found.append(value)
-    return found
+            numbers.append(value)
+            shape.append(0)
+        else:
+            shape.append(value)
+    return shape, numbers
 
 
 def _filled(place: At, values: Iterator[int]) -> At:
@@ -162,10 +160,6 @@ def _filled(place: At, values: Iterator[int]) -> At:
         _filled(value, values) if isinstance(value, list) else next(values) if _is_number(value) else value
         for value in place
     ]
-
-
-def _shape(place: At) -> At:
-    return _filled(place, repeat(0))
 
 
 class _Steps(NamedTuple):
@@ -179,7 +173,7 @@ class _Steps(NamedTuple):
     def decoded(content: bytes) -> _Steps:
         head, _, data = content.partition(b"\n")
         first, count, place, columns, size = json.loads(head)
-        values = np.tile(np.array(_numbers(place)), (count, 1))
+        values = np.tile(np.array(_split(place)[1]), (count, 1))
         increases = np.frombuffer(data, f"<i{size}").reshape(count - 1, len(columns))
         values[1:, columns] += np.cumsum(increases, axis=0, dtype=np.int64)
         return _Steps(first, place, values)
@@ -206,7 +200,7 @@ class LaneTrack:
     @cached_property
     def _steps(self) -> dict[int, list[_Steps]]:
         """By lane, the records of its steps."""
-        found = {number: [_Steps(0, at, np.array([_numbers(at)]))] for number, at in self.begin.items()}
+        found = {number: [_Steps(0, at, np.array([_split(at)[1]]))] for number, at in self.begin.items()}
         for record in self.records:
             found[record.number].append(_Steps.decoded(bytes(record.content)))
         return found

@@ -186,15 +186,6 @@ def flatten(value: Any) -> list[Any]:
     return [number for inner in value for number in flatten(inner)] if isinstance(value, list) else [value]
 
 
-def keeps_shape(at: FlowAt) -> bool:
-    """Return True if only numbers change from step to step: not the part of a concatenation, nor held weights."""
-    if isinstance(at, StageAt):
-        return keeps_shape(at.before)
-    if isinstance(at, MixAt):
-        return at.held is None and all(keeps_shape(part.at) for part in at.parts)
-    return all(map(keeps_shape, at.parts)) if isinstance(at, ZipAt) else isinstance(at, RowAt)
-
-
 @dataclass(frozen=True)
 class LaneCursor:
     """Progress of one lane.
