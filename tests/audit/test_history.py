@@ -18,7 +18,7 @@ from compositions import PIPELINES, ROWS, Case
 from forks import forked, together
 from midepoch.audit import EpochProof, Ledger, Run, ledger, read_run, read_runs
 from midepoch.audit.journal import records_in
-from midepoch.audit.records import MARK, Count, Passed, read_passes
+from midepoch.audit.records import MARK, Count, Passed, read_file
 from midepoch.errors import MidepochError
 
 
@@ -34,7 +34,7 @@ def take(loader: midepoch.Loader, steps: int) -> None:
 
 
 def passes_in(folder: Path) -> list[Passed]:
-    return [one for path in sorted(folder.glob("*.ledger")) for one in read_passes(path)]
+    return [one for path in sorted(folder.glob("*.ledger")) for one in read_file(path).passes]
 
 
 def told(run: Run, epoch: int = 0) -> tuple[int, int, int, int, int]:
@@ -453,7 +453,7 @@ def test_torchrun_on_one_machine_names_its_starts(ds: midepoch.Dataset, tmp_path
         monkeypatch.setenv(name, value)
     take(ds.loader(4, last_batch="drop", audit=tmp_path), 1)
     (path,) = tmp_path.glob("*.ledger")
-    assert f"-{os.getppid()}." in read_passes(path)[0].header.attempt
+    assert f"-{os.getppid()}." in read_file(path).passes[0].header.attempt
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
     with pytest.raises(ValueError, match="Initialise torch.distributed or jax.distributed before the loader"):
         ds.loader(4, last_batch="drop", audit=tmp_path)

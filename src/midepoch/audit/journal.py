@@ -56,6 +56,11 @@ def _checksum(kind: bytes, number: int, content: Any, place: int) -> int:
     return zlib.crc32(b"" if kind == COUNTERS else content, zlib.crc32(head))
 
 
+def _size(length: int) -> int:
+    """Return the bytes of a record with a content of some bytes."""
+    return _HEAD.size + length + -length % 8
+
+
 def head_of(kind: bytes, number: int, content: bytes, place: int) -> bytes:
     """Return the head of a record at a place."""
     return _HEAD.pack(kind, len(content), _checksum(kind, number, content, place), number)
@@ -70,16 +75,16 @@ def records_in(data: Any) -> Iterator[Record]:
         if not kind.isalpha() or first + length > len(data):
             return
         yield Record(kind, number, data[first : first + length], checksum, place)
-        place = first + length + -length % 8
+        place += _size(length)
 
 
 def is_cut(data: bytes) -> bool:
     """Return True if the end of a journal is missing, as after a copy that was not complete, or on a full disk."""
-    last = next(iter([*records_in(data)][-1:]), None)
-    end = 0 if last is None else last.place + _HEAD.size + len(last.content) + -len(last.content) % 8
-    is_closed = last is not None and last.kind == ENDED
+    end, is_closed = 0, not data
+    for record in records_in(data):
+        end, is_closed = record.place + _size(len(record.content)), record.kind == ENDED
     # A process that was killed leaves zeros, or the content of a record without a head.
-    return bool(data) and not is_closed and (len(data) < end + _HEAD.size or data[end : end + 4].isalpha())
+    return not is_closed and (len(data) < end + _HEAD.size or data[end : end + 4].isalpha())
 
 
 class Journal:
@@ -108,7 +113,7 @@ class Journal:
 
     def append(self, kind: bytes, content: bytes, number: int = 0) -> int:
         """Append a record, and return the place of its content."""
-        size = _HEAD.size + len(content) + -len(content) % 8
+        size = _size(len(content))
         while True:
             place = self._end
             if place + size + _HEAD.size > self._room:  # zeros follow the last record
@@ -175,19 +180,26 @@ def _mapped(file: int, end: int, room: int, first: int) -> mmap.mmap | None:
     Return None if the file has to be written to. Raise OSError if the disk is full: without an allocation, that would
     be a fatal signal when a page is stored.
     """
-    try:
-        if not hasattr(os, "posix_fallocate"):
-            raise OSError(errno.ENOSYS, "no posix_fallocate")
-        os.posix_fallocate(file, end, room - end)
-    except OSError as problem:
-        if problem.errno not in _NO_ALLOCATION:
-            raise
+    if not _allocated(file, end, room):
         os.ftruncate(file, room)
         return None
     try:
         return mmap.mmap(file, room - first, offset=first)
     except (OSError, ValueError):
         return None
+
+
+def _allocated(file: int, end: int, room: int) -> bool:
+    """Allocate the bytes of a file from ``end`` to ``room``. Return False if its file system cannot."""
+    if not hasattr(os, "posix_fallocate"):
+        return False
+    try:
+        os.posix_fallocate(file, end, room - end)
+    except OSError as problem:
+        if problem.errno not in _NO_ALLOCATION:
+            raise
+        return False
+    return True
 
 
 def counters_in(pages: mmap.mmap, place: int, count: int) -> Any:

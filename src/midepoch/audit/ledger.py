@@ -47,11 +47,12 @@ from midepoch.audit.records import (
     Count,
     Figures,
     LeaseSteps,
+    MeasuredFigures,
     PassHeader,
     RecordedBatching,
     acknowledgement,
     numbered,
-    read_passes,
+    read_file,
     steps_in,
 )
 from midepoch.distributed.keyvalue import run_identity
@@ -96,7 +97,7 @@ def new_file(folder: Path, attempt: str, shard: Shard, stream: str) -> NewFile:
         paths = [path for _, other, path in sorted(known, reverse=True) if (other == mark) == is_same]
         for path in [path for path in paths if rank in path.name][:_MOST_FILES]:
             with suppress(OSError, StateError):
-                passes = read_passes(path)
+                passes = read_file(path).passes
                 headers = [one.header for one in passes]
                 has_others |= any(one.stream != stream and not one.name for one in headers[:1])
                 if headers and headers[0].process != process_name() and headers[0].stream == stream:
@@ -191,7 +192,7 @@ class Ledger:
         self._first = 0  # steps of the run before the pass
         self._gap = False  # True if the last pass could not be recorded
         self._began = self._mark = self._synced = self._waited = 0.0
-        self._measured: Any = None
+        self._measured: MeasuredFigures | None = None
         self._base, self._latest = Figures(), Figures()
         self._writing = RLock()  # a state may be saved in another thread, or by a handler of signals
         _ledgers.add(self)
@@ -237,7 +238,7 @@ class Ledger:
         spec: PipelineSpec,
         cursor: Cursor,
         batching: RecordedBatching,
-        measured: Any,
+        measured: MeasuredFigures,
         *,
         until: int = UNKNOWN,
         planning: Planning | None = None,
@@ -389,6 +390,7 @@ class Ledger:
         self.due = min(self._mark, now + _SEEN_SECONDS)
 
     def _write_mark(self, steps: int, now: float) -> None:
+        assert self._measured is not None
         waited = max(0.0, self._measured.all_waited - self._waited)
         self._latest = self._measured.figures()
         elapsed = max(0, int((now - self._began) * 1000))
@@ -437,6 +439,7 @@ class Ledger:
         self._ends = self._ends or not self.counters[Count.STEPS]  # without a step, this is all that it records
         self._end(self.lanes.marks(end))
         self._how = "on"
+        assert self._measured is not None
         last = self._measured.last_delivery or self._began  # as all marks, at a step: what follows is not its time
         self._write_mark(self.counters[Count.STEPS], last)
         self._see(last)

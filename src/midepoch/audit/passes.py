@@ -9,10 +9,9 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
-from midepoch.audit.journal import is_cut
 from midepoch.audit.lanes import LaneTrack
 from midepoch.audit.ledger import host_of
-from midepoch.audit.records import SUFFIX, Count, LeaseRecord, Passed, Shape, read_passes, steps_in
+from midepoch.audit.records import SUFFIX, Count, LeaseRecord, Passed, Shape, read_file, steps_in
 from midepoch.errors import DataNotFoundError
 from midepoch.pipeline.cursor import Cursor
 from midepoch.storage.address import Address, is_address
@@ -203,14 +202,13 @@ def ledger_folder(run: str | Path) -> Path:
     )
 
 
-def cut_files(folder: Path) -> list[str]:
-    """Return the names of the files of a ledger whose ends are missing."""
-    return [path.name for path in sorted(folder.glob(f"*{SUFFIX}")) if is_cut(path.read_bytes())]
+def read_generations(folder: Path) -> tuple[list[Generation], list[str]]:
+    """Return what a ledger has, and the names of its files whose ends are missing.
 
-
-def read_generations(folder: Path) -> list[Generation]:
-    """Return all passes of all processes and starts, and all loaded states, in the order of their beginnings."""
-    files = {path.name: read_passes(path) for path in sorted(folder.glob(f"*{SUFFIX}"))}
+    It has all passes of all processes and starts, and all loaded states, in the order of their beginnings.
+    """
+    read = {path.name: read_file(path) for path in sorted(folder.glob(f"*{SUFFIX}"))}
+    files = {name: file.passes for name, file in read.items()}
     uses = _uses(files)
     of_process: dict[tuple[str, int], list[Passed]] = defaultdict(list)
     reused = {one.shape.attempt for passes in files.values() for one in passes if uses.get(one.header.process, 0)}
@@ -222,7 +220,7 @@ def read_generations(folder: Path) -> list[Generation]:
             of_process[one.header.process, one.header.rank].append(one)
     joined = [_joined(sorted(passes, key=_beginning)) for passes in of_process.values()]
     generations = [_together(passes, uses, files) for passes in _grouped(joined)]
-    return sorted(generations, key=lambda one: one.beginning)
+    return sorted(generations, key=lambda one: one.beginning), [name for name, file in read.items() if file.is_cut]
 
 
 def _grouped(processes: list[list[Passed]]) -> Iterable[list[Passed]]:

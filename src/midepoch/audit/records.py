@@ -18,12 +18,12 @@ from enum import IntEnum
 from functools import cached_property
 from itertools import pairwise, takewhile
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from midepoch.audit.documents import RecordedDocuments
-from midepoch.audit.journal import COUNTERS, ENDED, Record, records_in
+from midepoch.audit.journal import COUNTERS, ENDED, Record, is_cut, records_in
 from midepoch.audit.lanes import CURSORS, LaneTrack
 from midepoch.audit.orders import RecordedMix
 from midepoch.errors import StateError
@@ -96,6 +96,21 @@ class Figures(NamedTuple):
         """Return these as a base, but with the rows, tokens, slots and blocks of later ones."""
         names = ("rows", "tokens", "slots", "blocks", "ready")  # the first block is never ready
         return self._replace(**{name: getattr(delivered, name) for name in names})
+
+
+class MeasuredFigures(Protocol):
+    """The measurements of a loader that the ledger records."""
+
+    @property
+    def all_waited(self) -> float:
+        """Seconds that the model has waited for data since the loader was created."""
+
+    @property
+    def last_delivery(self) -> float | None:
+        """Time of the last delivery of a batch, by ``time.perf_counter``."""
+
+    def figures(self) -> Figures:
+        """Return the sums since the loader was created."""
 
 
 class Mark(NamedTuple):
@@ -272,10 +287,8 @@ class PassHeader:
     @property
     def shape(self) -> Shape:
         """Its fields that ranks have in common."""
-        position, steps = (
-            0 if self.lanes else self.cursor.position,
-            0 if self.lanes or self.leases else self.cursor.steps,
-        )
+        position = 0 if self.lanes else self.cursor.position
+        steps = 0 if self.lanes or self.leases else self.cursor.steps
         common = (self.attempt, self.stream, self.order, self.cursor.epoch, position, self.ranks, self.batching)
         return Shape(*common, steps)
 
@@ -399,8 +412,15 @@ def numbered(path: Path) -> tuple[int, str] | None:
     return (int(match[1]), match[2]) if match else None
 
 
-def read_passes(path: Path) -> list[Passed]:
-    """Return the passes in one file. A damaged record, after the death of a machine, ends them."""
+class LedgerFile(NamedTuple):
+    """The passes in one file of a ledger. ``is_cut``: the end of the file is missing."""
+
+    passes: list[Passed]
+    is_cut: bool
+
+
+def read_file(path: Path) -> LedgerFile:
+    """Return what one process recorded. A damaged record, after the death of a machine, ends it."""
     data, found = path.read_bytes(), []
     records = list(takewhile(lambda record: record.is_intact, records_in(data)))
     # One that begins with its end could not be written any further before the first record.
@@ -416,7 +436,7 @@ def read_passes(path: Path) -> list[Passed]:
                 found.append(passed)
     except StateError as problem:
         raise StateError(f"{path} cannot be read: {problem}.") from None
-    return found
+    return LedgerFile(found, is_cut(data))
 
 
 def steps_in(passes: list[Passed], stream: str) -> int:

@@ -14,7 +14,7 @@ from midepoch._internal.hints import hinted
 from midepoch.audit import naming
 from midepoch.audit.consumed import LaneRun, RowCounts
 from midepoch.audit.orders import KnownOrder, WeightChange, weight_changes
-from midepoch.audit.passes import Generation, PassKey, cut_files, ledger_folder, read_generations
+from midepoch.audit.passes import Generation, PassKey, ledger_folder, read_generations
 from midepoch.audit.proof import EpochUnits, History, LeaseCounts, outputs_in, units_in
 from midepoch.audit.records import Count
 from midepoch.errors import DataNotFoundError, StateError
@@ -494,12 +494,11 @@ def read_run(folder: str | Path, stream: str | None = None) -> Run:
 
     ``stream``: a loader by its name, or by its key in ``streams``. Default: the one with the most steps.
     """
-    runs = read_runs(folder)
-    if stream is not None:
-        runs = [run for run in runs if stream in (run.stream, run.streams[run.stream])]
-        if not runs:
-            there = ", ".join(name or key for key, name in read_runs(folder)[0].streams.items())
-            raise DataNotFoundError(f"no loader {stream!r} recorded in {folder}. The recorded ones are: {there}.")
+    recorded = read_runs(folder)
+    runs = [run for run in recorded if stream is None or stream in (run.stream, run.streams[run.stream])]
+    if not runs:
+        there = ", ".join(name or key for key, name in recorded[0].streams.items())
+        raise DataNotFoundError(f"no loader {stream!r} recorded in {folder}. The recorded ones are: {there}.")
     return max(runs, key=lambda run: run.steps)
 
 
@@ -507,9 +506,8 @@ def read_run(folder: str | Path, stream: str | None = None) -> Run:
 def read_runs(folder: str | Path) -> list[Run]:
     """Return all loaders that recorded in a folder."""
     where = ledger_folder(folder)
-    generations = read_generations(where)
+    generations, cut = read_generations(where)
     names = dict.fromkeys(one.shape.stream for one in generations if not one.is_load)
     if not names:
         raise DataNotFoundError(f"the ledger in {where} has no step yet. Pass a run that has trained a batch.")
-    cut = cut_files(where)
     return [Run(where, generations, name, cut) for name in names]
