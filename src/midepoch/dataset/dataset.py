@@ -551,7 +551,8 @@ class Dataset(Resumable):
             raise TypeError("Dataset.loader() needs batch_size, or max_tokens. For example ds.loader(batch_size=32).")
         if batch_size is UNSET:
             arguments["batch_size"] = self.pipeline.node.schedule
-        made = make_loader(arguments.pop("self"), **arguments)
+        start, shared = self._iteration.start, self._iteration.shared
+        made = make_loader(arguments.pop("self"), start._replace(epoch=self.epoch), shared.named, **arguments)
         self._last_loader = weakref.ref(made)
         return made
 

@@ -25,6 +25,7 @@ from midepoch.loader.provenance import provenance_of
 from midepoch.order import Shard
 from midepoch.order.budget import BatchSizes
 from midepoch.order.schedule import Schedule
+from midepoch.pipeline.cursor import Cursor
 from midepoch.pipeline.lanes import Share
 from midepoch.pipeline.spec import PipelineSpec
 from midepoch.transforms.context import ContextSlice
@@ -35,6 +36,8 @@ _NOT_SHUFFLE = "The second argument is num_workers. To shuffle, use ds.shuffle(s
 
 def make_loader(
     dataset: Any,
+    cursor: Cursor,
+    named: bool,
     *,
     batch_size: Any,
     num_workers: Any,
@@ -49,9 +52,11 @@ def make_loader(
     provenance: Any,
     **options: Any,
 ) -> Loader:
-    """Return a loader of a dataset. The arguments are those of ``Dataset.loader``, unchecked."""
-    iteration = dataset._iteration
-    spec, cursor, named = dataset.pipeline, iteration.start._replace(epoch=dataset.epoch), iteration.shared.named
+    """Return a loader of a dataset, from a cursor on. The options are those of ``Dataset.loader``, unchecked.
+
+    ``named``: True if the epoch was chosen, by ``set_epoch``.
+    """
+    spec = dataset.pipeline
     batching = Batching(**{field.name: options.pop(field.name) for field in fields(Batching)})
     if prefetch is not None and prefetch_factor is not None:
         raise ValueError("prefetch and prefetch_factor are two names of one setting. Omit one of them.")
