@@ -363,16 +363,16 @@ class EpochShare:
     def cursor(self, delivered: int) -> Cursor:
         """Return the cursor after own rows up to number ``delivered``."""
         if delivered == self.first:
-            return self.read(self._start)
-        return self.read(min(self._start + (delivered - self.first) * self.shard.count, self._rows))
+            return self._at(self._start)
+        return self._at(min(self._start + (delivered - self.first) * self.shard.count, self._rows))
 
-    def read(self, number: int) -> Cursor:
+    def _at(self, number: int) -> Cursor:
         return Cursor.at_row(self.epoch, self._lane.moved(self._done.remaining(number)))
 
     @property
     def end(self) -> Cursor:
         """The cursor of all shards when one of them has nothing left."""
-        return self.read(self._rows)
+        return self._at(self._rows)
 
 
 class Lookahead:

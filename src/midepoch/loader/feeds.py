@@ -68,14 +68,22 @@ class PlanFeed:
 
 
 class LaneFeed:
-    """The same of lanes. ``wrap``: moves them to a device."""
+    """The batches of a rank to the end of the epoch, from lanes. Its methods are documented on ``PlanFeed``.
+
+    ``wrap``: moves the batches to a device.
+    """
 
     plan = None
     finds_end = True
 
     def __init__(self, lanes: LaneBatches, wrap: Callable[[BatchSource], BatchSource]) -> None:
         self._lanes, self._source = lanes, wrap(lanes)
-        self.next, self.close = self._source.next, self._source.close
+
+    def next(self) -> MadeBatch | None:
+        return self._source.next()
+
+    def close(self) -> bool:
+        return self._source.close()
 
     def after(self, made: MadeBatch) -> Delivered:
         assert not isinstance(made.step, int)

@@ -173,7 +173,7 @@ class LeasedSteps:
 
 
 class LeasedLanes:
-    """The same of lanes: outputs."""
+    """The acknowledged part of a pass in lanes: outputs. Its methods are documented on ``LeasedSteps``."""
 
     def __init__(self, start: Cursor, shard: Shard, share: Share) -> None:
         self._start, self._shard, self._share = start, shard, share

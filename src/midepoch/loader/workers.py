@@ -60,7 +60,9 @@ class BundlePool:
         """Maximum of requests. It grows with every bundle: the first come sooner if not all compete for the cores."""
         self._lanes: dict[_Lane, deque[_Asked]] = {}
         self._sent: list[deque[_Asked | None]] = [deque() for _ in range(options.num_workers)]  # None: not needed
-        self.crew: Crew = open_crew(Job(_BundleWorker, tuple(leaves), replace(options, collate_fn=None, device=None)))
+        # Batches are made of the bundles in this process.
+        needed = replace(options, collate_fn=None, device=None, planning=None, bunches=None)
+        self.crew: Crew = open_crew(Job(_BundleWorker, tuple(leaves), needed))
 
     @property
     def is_here(self) -> bool:

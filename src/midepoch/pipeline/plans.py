@@ -247,7 +247,7 @@ class TokenPlan:
     to the other ranks, "uneven" nothing. None deals its rows to all ranks, in smaller batches.
 
     ``begin``: its cursor. ``typical``: rows of a batch. Batches that are done are not delivered: private methods count
-    those that remain.
+    those that remain. Public ones are documented on ``Plan``.
     """
 
     def __init__(
