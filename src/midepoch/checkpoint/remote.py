@@ -24,8 +24,7 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from midepoch._internal.values import reason
 from midepoch.checkpoint import manifest as manifests
@@ -46,6 +45,12 @@ _NAMES = {
     "endpoint_override": "endpoint",
     "anonymous": "skip_signature",
 }
+
+
+class _ObjectSink(NamedTuple):
+    """Sink into a new object."""
+
+    write: Callable[[memoryview], Any]
 
 
 class Objects:
@@ -121,7 +126,7 @@ class Objects:
     def writer(self, name: str) -> Iterator[Sink]:
         """Sink into a new object; it exists when the context is left without an error."""
         writer = self._call("open_writer", name, buffer_size=_PART_BYTES)
-        yield SimpleNamespace(write=lambda data: self._do(name, lambda: writer.write(data)))
+        yield _ObjectSink(lambda data: self._do(name, lambda: writer.write(data)))
         self._do(name, writer.close)
 
     def delete(self, names: Sequence[str]) -> None:
