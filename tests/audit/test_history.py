@@ -700,3 +700,79 @@ def test_steps_of_padding_are_recorded_after_others(ds: midepoch.Dataset, tmp_pa
     record.flush()
     (track,) = read_run(tmp_path).every[0].tracks.values()
     assert track.recorded == 3 and [track.taken(0, step) for step in range(4)] == [0, 4, 4, 4]
+
+
+MIXES: dict[str, tuple[str, list[float]]] = {
+    "weights": ("ab", [3, 1]),
+    "order": ("ba", [1, 1]),
+    "joined": ("abc", [1, 1, 1]),
+    "left": ("a", [1]),
+}
+
+
+def _is_odd(row: dict[str, Any]) -> bool:
+    return bool(row["id"] % 2)
+
+
+def _mixed(names: str, weights: list[float], way: str, lanes: int) -> midepoch.Dataset:
+    first = {"a": 0, "b": 100, "c": 200}
+    parts = {
+        name: midepoch.from_dict({"id": list(range(first[name], first[name] + 30))}).shuffle(seed=1) for name in names
+    }
+    if way == "filter":
+        parts = {name: part.filter(_is_odd) for name, part in parts.items()}
+    return midepoch.mix(parts, weights, seed=2, stop="all").with_lanes(lanes)
+
+
+@pytest.mark.parametrize(("change", "way", "lanes"), [*((c, "rows", 1) for c in MIXES), ("order", "filter", 2)])
+@pytest.mark.parametrize("provenance", [False, True])
+def test_a_run_that_is_resumed_with_another_mix(
+    change: str, way: str, lanes: int, provenance: bool, tmp_path: Path
+) -> None:
+    """It stays one run, whose steps and rows have the names of the mix that it has now."""
+    names, weights = MIXES[change]
+    before, after = _mixed("ab", [1, 1], way, lanes), _mixed(names, weights, way, lanes)
+    seen: dict[int, list[int]] = {}
+    state: dict[str, Any] = {}
+    for number, (ds, last) in enumerate(((before, 5), (after, 7), (after, 100))):
+        loader = ds.loader(4, provenance=provenance, audit=Ledger(tmp_path, attempt=str(number)))
+        if state:
+            loader.load_state_dict(state)
+        for batch in loader:
+            seen[loader.steps] = batch["id"].tolist()
+            if loader.steps == last:
+                break
+        state = loader.state_dict()
+        loader.close()
+    run = read_run(tmp_path)
+    proof = run.epochs[0]
+    assert len(read_runs(tmp_path)) == 1 and run.steps == len(seen)
+    assert run.exact and proof.complete, (run.problems, run.epochs)
+    assert [one.step for one in run.weight_changes] == [6]
+    ids = {row for batch in seen.values() for row in batch}
+    assert proof.once - proof.filtered == len(ids) and (proof.filtered > 0) == (way == "filter")
+    numbers = {name: number for number, name in enumerate(dict.fromkeys(names + "ab"))}
+    for step in (3, 6, 8):
+        found = run.documents_of_step(step) if provenance else run.rows_of_step(step)
+        named = sorted((one.source, one.row) for one in found or () if one.row % 2 or way == "rows")
+        assert named == sorted((numbers["abc"[row // 100]], row % 100) for row in seen[step])
+    row = next(row for row in seen[2] if row >= 100)
+    find = run.documents_of_row if provenance else run.steps_of_row
+    assert {one.step for one in find(row % 100, numbers["b"]) or ()} == {s for s, rows in seen.items() if row in rows}
+
+
+def test_steps_without_a_record_before_another_mix_are_not_proven(tmp_path: Path) -> None:
+    loader = _mixed("ab", [1, 1], "rows", 1).loader(4, audit=Ledger(tmp_path, attempt="1"))
+    take(loader, 3)
+    state = loader.state_dict()
+    loader.close()
+    loader = _mixed("ab", [1, 1], "rows", 1).loader(4)
+    loader.load_state_dict(state)
+    take(loader, 2)
+    state = {**loader.state_dict(), "more": state["more"]}  # as if it were of the branch
+    loader = _mixed("ba", [2, 1], "rows", 1).loader(4, audit=Ledger(tmp_path, attempt="2"))
+    loader.load_state_dict(state)
+    list(loader)
+    loader.close()
+    run = read_run(tmp_path)
+    assert not run.exact and run.epochs[0].never >= 8

@@ -7,9 +7,8 @@ each pass begins where the pass before it was left: then the intervals tile the 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache, partial
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -85,6 +84,7 @@ class LaneRun:
         self.order = order
         self._tree, self._sources = order.tree, order.sources
         self._rows = [source.rows for source in order.sources]
+        self._keys = order.keys
 
     def places(self, one: Generation, lane: int, at: At) -> list[LeafPlace]:
         """Return the place of a cursor in each source."""
@@ -151,6 +151,17 @@ class LaneRun:
             filtered += max(0, (self._total(b) if b.run else b.row + b.inside) - a.row - kept)
         return filtered
 
+    def filtered(self, one: Generation, lane: int) -> int:
+        """Return the rows without an output that the kept steps of a pass have consumed in a lane."""
+        steps = 0 if (track := one.owner(lane)) is None else one.kept_of(track)
+        return self._filtered(self.after(one, lane, 0), self.after(one, lane, steps))
+
+    def consumed_besides(self, one: Generation, lane: int, other: LaneRun) -> int:
+        """Return the rows that were consumed before the end of a pass of sources that another mix does not have."""
+        steps = 0 if (track := one.owner(lane)) is None else one.kept_of(track)
+        gone = (place for place in self.after(one, lane, steps) if self._keys[place.leaf] not in other._keys)
+        return sum(self._total(place) if place.run else place.row for place in gone)
+
     def excluded_rows(self, one: Generation) -> int:
         """Return the rows that a pass came to and left out, because they are excluded."""
         excluded, total = one.first.header.excluded_rows(len(self._sources)), 0
@@ -171,11 +182,9 @@ class LaneRun:
         ended = any(lane in track.ended for one in passes for track in one.tracks.values())
         if not known:  # no rank has a record of it, or it had nothing left
             return RowCounts(left=sum(Shard(lane, passes[-1].lanes).before(count) for count in self._rows))
-        filtered, places = 0, []
-        for one, track in known:
-            begin, places = self.after(one, lane, 0), self.after(one, lane, one.kept_of(track))
-            filtered += self._filtered(begin, places)
+        filtered = sum(self.filtered(one, lane) for one, _ in known)
         one, track = known[-1]
+        begin, places = self.after(one, lane, 0), self.after(one, lane, one.kept_of(track))
         is_over = track.ends_after(one.kept_of(track))
         end = self.after(one, lane, track.delivered + 1) if is_over else places
         consumed, reached = self._consumed(places), self._consumed(end)
@@ -196,23 +205,22 @@ class LaneRun:
         """Return True if rows may be left over at the end of an epoch."""
         return one.shape.batching.ends == "drop" or bool(self._tree["drops"])
 
-    def joints(self, passes: Sequence[Generation], lane: int) -> int:
-        """Return how often a pass began in a lane at other rows than those at which the pass before it was left.
+    def begin_and_ends(self, one: Generation, lane: int) -> tuple[Spots, list[Spots]] | None:
+        """Return where a pass begins in a lane, and where its kept steps end. None if no rank has a record of the lane.
 
         Ranks that share a lane may form chunks of different sizes. Then the same place has several cursors: outputs of
         one group of rows, or of the next one. The state that was loaded is of one of them.
         """
-        ends: list[tuple[Any, list[Any]]] = []
-        for one in passes:
-            if (track := one.owner(lane)) is not None:
-                steps = one.kept_of(track)
-                tracks = [other for other in one.tracks.values() if lane in other.begin and other.recorded >= steps]
-                left = [self._spots(one, lane, other, steps) for other in (track, *tracks)]
-                ends.append((self._spots(one, lane, track, 0), left))
-        return sum(begin not in left for (_, left), (begin, _) in pairwise(ends))
+        if (track := one.owner(lane)) is None:
+            return None
+        steps = one.kept_of(track)
+        tracks = [other for other in one.tracks.values() if lane in other.begin and other.recorded >= steps]
+        ends = [self._spots(one, lane, other, steps) for other in (track, *tracks)]
+        return self._spots(one, lane, track, 0), ends
 
-    def _spots(self, one: Generation, lane: int, track: LaneTrack, steps: int) -> list[Any]:
-        return [(place.run, place.row, place.part) for place in self.places(one, lane, track.at(lane, steps))]
+    def _spots(self, one: Generation, lane: int, track: LaneTrack, steps: int) -> Spots:
+        places = self.places(one, lane, track.at(lane, steps))
+        return {self._keys[place.leaf]: (place.run, place.row, place.part) for place in places}
 
     def deliveries(
         self, one: Generation, number: int, step: int, later: Sequence[Generation] = (), *, known: bool = False
@@ -329,6 +337,17 @@ class LaneRun:
             for found in self.deliveries(one, number, before + number + 1, later):
                 if (found.row, found.source) == (row, source):
                     yield found
+
+
+Spots = Mapping[tuple[str, int], tuple[int, int, tuple[tuple[str, int], ...]]]
+"""The place in each source, by what the source is."""
+
+
+def joins(begin: Spots, end: Spots) -> bool:
+    """Return True if a pass begins where another ends. In another mix, the sources of both count."""
+    if begin.keys() == end.keys() and list(begin) == list(end):
+        return begin == end
+    return all(begin[key][:2] == end[key][:2] for key in begin.keys() & end.keys())
 
 
 def _own_rows(lane: Shard, positions: Int64Array) -> Int64Array:

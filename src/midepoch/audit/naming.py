@@ -116,15 +116,16 @@ def _documents(run: Run, one: Generation, rank: int, place: int, step: int) -> I
             f"the documents of step {step} on rank {rank} are not recorded: their file is missing or damaged. Restore "
             "the .documents files of the run from a copy."
         )
-    names, sources = one.first.header.sources, run.order_of(one).sources
+    names, numbers = one.first.header.sources, run.numbers_in(one)
     lengths = np.maximum(table.columns[3], 0).astype(np.int64)
     offsets = np.cumsum(lengths) - lengths
     for sequence, (first, stop) in enumerate(pairwise(table.bounds.tolist())):
         for number in range(first, stop):
             source, row, start, length = (int(column[number]) for column in table.columns)
             end, offset = None if length < 0 else start + length, int(offsets[number] - offsets[first])
-            place_of_row, epoch = sources[source].place(row), one.shape.epoch
-            yield Document(step, epoch, rank, sequence, source, names[source], row, start, end, offset, place_of_row)
+            known, epoch = numbers[source], one.shape.epoch
+            place_of_row = run.sources[known].place(row)
+            yield Document(step, epoch, rank, sequence, known, names[source], row, start, end, offset, place_of_row)
 
 
 def documents_of_row(run: Run, row: int, source: int | str = 0) -> list[Document] | None:
@@ -136,18 +137,26 @@ def documents_of_row(run: Run, row: int, source: int | str = 0) -> list[Document
     if not all(one.first.records_documents for one in run.generations):
         return None
     documents: list[Document] = []
+    names = {
+        number: name
+        for one in run.generations
+        for number, name in zip(run.numbers_in(one), one.first.header.sources, strict=True)
+    }
+    number = next((number for number, name in names.items() if name == source), source)
+    if number not in names:
+        known = ", ".join(f"{number} ({name})" for number, name in sorted(names.items())[:20])
+        raise DataNotFoundError(f"there is no source {source!r}. The sources are: {known}.")
+    _check_row(run.sources[number], row, f"source {source}")
     for one, before in zip(run.generations, run.first_steps, strict=True):
-        names = one.first.header.sources
-        leaf = names.index(source) if source in names else source
-        if isinstance(leaf, str) or not 0 <= leaf < len(names):
-            known = ", ".join(f"{i} ({name})" for i, name in enumerate(names[:20]))
-            raise DataNotFoundError(f"there is no source {source!r}. The sources are: {known}.")
-        _check_row(run.order_of(one).sources[leaf], row, f"source {source}")
+        numbers = run.numbers_in(one)
+        if number not in numbers:  # of another mix
+            continue
+        leaf = numbers.index(number)
         for rank, record in one.of_rank.items():
             for place in record.documents.steps_with(record.header.number, leaf, row):
                 if place < one.kept_steps and one.received(rank, place):
                     found = _documents(run, one, rank, place, before + place + 1)
-                    documents += [each for each in found if (each.source, each.row) == (leaf, row)]
+                    documents += [each for each in found if (each.source, each.row) == (number, row)]
     return sorted(set(documents))  # a lease that was delivered again keeps its number
 
 
@@ -169,9 +178,10 @@ def _rows_at(run: Run, at: _Place, step: int) -> list[Delivery]:
                 f"the rows of step {step} are not recorded: its process ended before they were written. Those of "
                 "the last seconds before a crash may be missing."
             )
-        later = run.generations[number + 1 :]
+        later, numbers = _alike(run, number), run.numbers_in(one)
         try:
-            return list(run.lanes_of(one).deliveries(one, place, step, later, known=True))
+            deliveries = run.lanes_of(one).deliveries(one, place, step, later, known=True)
+            return [each._replace(source=numbers[each.source]) for each in deliveries]
         except DataNotFoundError as problem:
             raise DataNotFoundError(
                 f"the rows of step {step} are not known: {problem}. Record the run with provenance=True."
@@ -190,18 +200,26 @@ def _rows_at(run: Run, at: _Place, step: int) -> list[Delivery]:
     ]
 
 
+def _alike(run: Run, number: int) -> list[Generation]:
+    """Return the passes after one whose cursors are alike: of the same mix."""
+    order = run.generations[min(number, len(run.generations) - 1)].shape.order
+    return [one for one in run.generations[number + 1 :] if one.shape.order == order]
+
+
 def steps_of_row(run: Run, row: int, source: int = 0) -> list[Delivery]:
     """Return every step that saw a row, epoch by epoch. ``source``: its number, if there are several."""
     _check_ranks(run)
-    sources = run.order.sources
+    sources = run.sources
     if not 0 <= source < len(sources):
         raise DataNotFoundError(f"there is no source {source}: the run has {len(sources)}, counted from 0.")
     _check_row(sources[source], row, f"source {source}" if len(sources) > 1 else "the dataset")
     deliveries: list[Delivery] = []
     for number, (one, before) in enumerate(zip(run.generations, run.first_steps, strict=True)):
         if one.in_lanes:
-            later = run.generations[number + 1 :]
-            deliveries += run.lanes_of(one).steps_of_row(one, before, row, source, later)
+            numbers, lanes = run.numbers_in(one), run.lanes_of(one)
+            if source in numbers:
+                found = lanes.steps_of_row(one, before, row, numbers.index(source), _alike(run, number))
+                deliveries += [each._replace(source=source) for each in found]
             continue
         positions = run.order_of(one).source.at(one.shape.epoch).positions_of(row).tolist()
         for position in positions:

@@ -114,16 +114,19 @@ def mix_of(node: Node, epoch: int) -> RecordedMix | None:
     return RecordedMix(names, text=text)
 
 
-def weight_changes(passes: Iterable[tuple[int, Generation]]) -> list[WeightChange]:
+def weight_changes(passes: Iterable[tuple[int, Generation, KnownOrder]]) -> list[WeightChange]:
     """Return the changes of weights over the passes of a run. Each comes with the number of steps before it."""
     found: list[WeightChange] = []
-    last = None
-    for steps, one in passes:
+    last = before = None
+    for steps, one, order in passes:
         mix = one.first.header.mix
+        if before not in (None, order.name) and mix is None:  # resumed with another mix
+            about = order.about.get("parts") or {}
+            mix = RecordedMix(about.get("names", ()), about.get("weights"))
         current = None if mix is None or mix.weights is None else (mix.phase, mix.weights)
         if current is not None and current != last and mix is not None:
             found.append(mix.change(steps + 1, one.shape.epoch, one.cursor.position))
-        last = current
+        last, before = current, order.name
     return found
 
 
@@ -287,6 +290,12 @@ class KnownOrder:
             arrays = {name.removesuffix(end): array for name, array in self._stored.items() if name.endswith(end)}
             sources.append(KnownSource(about, arrays))
         return sources
+
+    @cached_property
+    def keys(self) -> list[tuple[str, int]]:
+        """What each source is, and the number of those before it that are the same: also in another mix of the run."""
+        texts = [json.dumps(source.about, sort_keys=True) for source in self.sources]
+        return [(text, texts[:number].count(text)) for number, text in enumerate(texts)]
 
     @property
     def source(self) -> KnownSource:

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
+from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any
 
 from midepoch._internal.hints import hinted
 from midepoch.audit import naming
-from midepoch.audit.consumed import LaneRun, RowCounts
-from midepoch.audit.orders import KnownOrder, WeightChange, weight_changes
+from midepoch.audit.consumed import LaneRun, RowCounts, joins
+from midepoch.audit.orders import KnownOrder, KnownSource, WeightChange, weight_changes
 from midepoch.audit.passes import Generation, PassKey, ledger_folder, read_generations
 from midepoch.audit.proof import EpochUnits, History, LeaseCounts, outputs_in, units_in
 from midepoch.audit.records import Count
@@ -77,16 +77,26 @@ class EpochProof:
 class Run:
     """The ledger of a run, read. ``stream`` is one of the loaders that recorded there (``streams``).
 
+    A loader whose mix is changed at a resume remains the same one: ``runs`` has its name by every name of its rows.
+
     Steps are counted from 1 over all starts, as ``loader.steps`` counts them: a step that was lost in a crash and
     repeated counts once. Rows are numbers in the dataset before shuffling.
     """
 
-    def __init__(self, folder: Path, generations: list[Generation], stream: str, cut: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        generations: list[Generation],
+        stream: str,
+        runs: Mapping[str, str],
+        cut: Sequence[str] = (),
+    ) -> None:
         self.folder, self.stream, self._cut = folder, stream, cut
-        self._all = [one for one in generations if one.shape.stream == stream]  # with states that were only loaded
+        # With states that were only loaded.
+        self._all = [one for one in generations if runs[one.shape.stream] == stream]
         self.every = [one for one in self._all if not one.is_load]
         """All passes, also those that a later one took over."""
-        self.streams = {one.shape.stream: one.first.header.name for one in generations}
+        self.streams = {runs[one.shape.stream]: one.first.header.name for one in generations}
         """All loaders that recorded in the folder, with the names that were given to them."""
         self._plans: dict[PassKey, Plan | TokenPlan] = {}
         line = History(self._all, self).line
@@ -110,6 +120,24 @@ class Run:
     def order(self) -> KnownOrder:
         """The order of the rows in the last pass. (Passes before a fresh start may have another.)"""
         return self.order_of(self.generations[-1] if self.generations else self.every[-1])
+
+    @cached_property
+    def sources(self) -> list[KnownSource]:
+        """The sources of the run, as they are numbered in it: those of the last mix, and then those that have left."""
+        return list(self._by_key.values())
+
+    @cached_property
+    def _by_key(self) -> dict[tuple[str, int], KnownSource]:
+        found: dict[tuple[str, int], KnownSource] = {}
+        for order in (self.order, *map(self.order_of, reversed(self.every))):
+            for key, source in zip(order.keys, order.sources, strict=True):
+                found.setdefault(key, source)
+        return found
+
+    def numbers_in(self, one: Generation) -> list[int]:
+        """Return the numbers in the run of the sources of a pass."""
+        known = list(self._by_key)
+        return [known.index(key) for key in self.order_of(one).keys]
 
     def lanes_of(self, one: Generation) -> LaneRun:
         """Return the lanes of a pass, read with its order."""
@@ -190,8 +218,9 @@ class Run:
 
     @property
     def weight_changes(self) -> list[WeightChange]:
-        """The weights that were set during the run (``Loader.set_weights``), in the order of their steps."""
-        return weight_changes(zip(self.first_steps, self.generations, strict=True))
+        """The weights that were set during the run, or with which it was resumed, in the order of their steps."""
+        passes = zip(self.first_steps, self.generations, strict=True)
+        return weight_changes((steps, one, self.order_of(one)) for steps, one in passes)
 
     @property
     def incomplete(self) -> set[int]:
@@ -236,7 +265,7 @@ class Run:
             if one.is_load and one.origins and not one.origins & known and any(proof.never for proof in self.epochs)
         ]
         budgets = {(one.shape.epoch, one.shape.batching.budget) for one in kept if self._counts_batches(one)}
-        orders = sorted({(one.shape.epoch, one.shape.order) for one in kept})
+        orders = sorted({(one.shape.epoch, one.shape.stream, one.shape.order) for one in kept})
         rules = {
             "two loaders of the same rows recorded at the same time, so their records cannot be separated: name them, "
             'loader(audit=midepoch.audit.Ledger(folder, name="train"))': any(
@@ -249,8 +278,8 @@ class Run:
             "beside the ledger: they cannot be compared": len(budgets) > len({epoch for epoch, _ in budgets}),
             **{
                 f"epoch {epoch} was resumed in another order than it was begun in": True
-                for (epoch, _), (again, _) in pairwise(orders)
-                if epoch == again
+                for (epoch, rows, _), (again, others, _) in pairwise(orders)
+                if (epoch, rows) == (again, others)
             },
             "several starts had the same name (MIDEPOCH_RUN_ID), and not all of their ranks can be separated: set a "
             "new name for every start": any(one.first.reused and one.missing for one in self.every),
@@ -358,8 +387,10 @@ class Run:
         total, wrong, left, lanes_drop = RowCounts(), 0, self.every[-1].first.header.rows, False
         if kept:
             lanes, numbers = self.lanes_of(kept[-1]), range(kept[-1].lanes)
-            total = RowCounts(*map(sum, zip(*(lanes.counts(kept, lane) for lane in numbers), strict=True)))
-            wrong, left = sum(lanes.joints(kept, lane) for lane in numbers), total.left
+            *earlier, last = [list(passes) for _, passes in groupby(kept, lambda one: one.shape.order)]
+            total = RowCounts(*map(sum, zip(*(lanes.counts(last, lane) for lane in numbers), strict=True)))
+            total = self._with_earlier(total, earlier, last)
+            wrong, left = sum(self._joints(kept, lane) for lane in numbers), total.left
             lanes_drop = lanes.may_drop(kept[-1])
         lost = units.never
         if over:  # of the ranks that share a lane, some may have left the epoch before others
@@ -382,6 +413,23 @@ class Run:
             excluded_outputs=len(units.left_out),
             **counted,
         )
+
+    def _with_earlier(
+        self, total: RowCounts, earlier: Sequence[Sequence[Generation]], last: Sequence[Generation]
+    ) -> RowCounts:
+        """Return the counts with those of passes over earlier mixes, whose cursors have other sources."""
+        consumed = filtered = 0
+        for passes, following in pairwise([*earlier, last]):
+            here, there = self.lanes_of(passes[-1]), self.lanes_of(following[0])
+            for lane in range(passes[-1].lanes):
+                filtered += sum(here.filtered(one, lane) for one in passes)
+                consumed += here.consumed_besides(passes[-1], lane, there)
+        return total._replace(consumed=total.consumed + consumed, filtered=total.filtered + filtered)
+
+    def _joints(self, passes: Sequence[Generation], lane: int) -> int:
+        """Return how often a pass began in a lane at other rows than those at which the pass before it was left."""
+        known = [found for one in passes if (found := self.lanes_of(one).begin_and_ends(one, lane)) is not None]
+        return sum(not any(joins(begin, end) for end in ends) for (_, ends), (begin, _) in pairwise(known))
 
     def _rows_of(self, one: Generation, steps: int) -> int:
         lanes = self.lanes_of(one)
@@ -507,7 +555,31 @@ def read_runs(folder: str | Path) -> list[Run]:
     """Return all loaders that recorded in a folder."""
     where = ledger_folder(folder)
     generations, cut = read_generations(where)
-    names = dict.fromkeys(one.shape.stream for one in generations if not one.is_load)
+    runs = _runs_of(generations)
+    names = dict.fromkeys(runs[one.shape.stream] for one in generations if not one.is_load)
     if not names:
         raise DataNotFoundError(f"the ledger in {where} has no step yet. Pass a run that has trained a batch.")
-    return [Run(where, generations, name, cut) for name in names]
+    return [Run(where, generations, name, runs, cut) for name in names]
+
+
+def _runs_of(generations: Sequence[Generation]) -> dict[str, str]:
+    """Return for each name of rows that of its run: the last one, if a state was loaded into a mix of other sources.
+
+    A state names the branch in which it was saved. Loaders of one start may have branches of one name.
+    """
+    own: dict[str, set[str]] = {}
+    for one in generations:
+        own.setdefault(one.shape.stream, set()).update(() if one.is_load else one.branches)
+    runs = {stream: stream for stream in own}
+    for one in generations:
+        stream, name = one.shape.stream, one.first.header.name
+        if not (one.is_load and one.in_lanes and one.origins) or one.origins & own[stream]:
+            continue
+        before = {
+            runs[other.shape.stream]
+            for other in generations
+            if other.in_lanes and other.first.header.name == name and own[other.shape.stream] & one.origins
+        }
+        if len(before) == 1:
+            runs = {each: runs[stream] if run in before else run for each, run in runs.items()}
+    return runs

@@ -88,7 +88,7 @@ def audit(
     if step is not None:
         return _rows(ledger, ledger.documents_of_step(step), lambda: ledger.rows_of_step(step), f"step {step}")
     name, _, number = str(row).rpartition(":")
-    sources = len(ledger.order.sources)
+    sources = len(ledger.sources)
     if not number.isdecimal():
         raise ValueError(f"--row takes the number of a row, or source:number, got {row!r}")
     if not name and source is None and sources > 1:
@@ -156,11 +156,11 @@ def _rows(run: Run, documents: list[Document] | None, find: Callable[[], list[De
     """
     of_step = what.startswith("step")
     if documents is None:
-        found = [{**one._asdict(), "place": run.order.sources[one.source].place(one.row)} for one in find()]
+        found = [{**one._asdict(), "place": run.sources[one.source].place(one.row)} for one in find()]
         shown = found
         names = ["step", "epoch", "rank", "position"]
         if of_step:
-            names = ["rank", "position", *["source"] * (len(run.order.sources) > 1), "row"]
+            names = ["rank", "position", *["source"] * (len(run.sources) > 1), "row"]
         names += ["part"] * any(one["part"] for one in found)
         note = (
             "These are the rows that were consumed. loader(…, provenance=True) records each document that was "

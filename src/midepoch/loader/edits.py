@@ -314,7 +314,8 @@ def documents_of(folder: Any, steps: Any, spec: PipelineSpec) -> list[tuple[int,
         raise ValueError(
             f"exclude(run=…): the run in {run.folder} read other data, or other rows of it. Pass a run of this data."
         )
-    return [pair for step in _steps_in(steps) for pair in rows_delivered_at(run, step)]
+    found = (pair for step in _steps_in(steps) for pair in rows_delivered_at(run, step))
+    return [(source, row) for source, row in found if source < len(here)]  # others have left the mix
 
 
 def _steps_in(given: Any) -> list[int]:
