@@ -41,15 +41,24 @@ def by_rows(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
     return {name: torch.tensor(np.array([row[name] for row in rows])) for name in names}
 
 
+SOURCES = {"a": (0, 14), "b": (100, 10)}
+
+
+def mixed(*names: str) -> midepoch.Dataset:
+    """Return a mix of sources in some order."""
+    parts = {name: rows_from(*SOURCES[name]) for name in names}
+    return midepoch.mix(parts, [1, 1], seed=2, stop="all").with_lanes(2)
+
+
 PIPELINES: dict[str, Callable[[], midepoch.Dataset]] = {
     "rows": lambda: rows_from(0, ROWS),
     "filter": lambda: rows_from(0, ROWS).filter(keeps).with_lanes(2),
     "window": lambda: rows_from(0, ROWS).filter(keeps).shuffle(seed=3, window=5).with_lanes(1),
-    "mix": lambda: midepoch.mix(
-        {"a": rows_from(0, 14), "b": rows_from(100, 10)}, [1, 1], seed=2, stop="all"
-    ).with_lanes(2),
+    "mix": lambda: mixed("a", "b"),
     "pack": lambda: rows_from(0, ROWS).pack(12, column="input_ids", pad=-1).with_lanes(2),
 }
+REORDERED = "mix in another order"
+"""A pipeline of the simulator, too: the mix with its sources in another order, with which a run may continue."""
 DRAWN = {"drawn": lambda: rows_from(0, ROWS).weighted([1 + n % 5 for n in range(ROWS)], replacement=False, seed=4)}
 """A pipeline of the simulator alone: rows in the order of a draw by weight, another in every epoch."""
 
@@ -77,13 +86,16 @@ SCHEDULE = midepoch.Schedule(
 @cache
 def dataset_of(pipeline: str, mixed_by: str, filtered: bool) -> midepoch.Dataset:
     """Return a dataset, made once. ``mixed_by``: a schedule by "steps" or "rows", or nothing."""
+    if mixed_by and pipeline == "window":
+        return dataset_of("mix", mixed_by, filtered=False).shuffle(seed=3, window=5)
     if mixed_by:
-        sources = {"a": rows_from(0, 14), "b": rows_from(100, 10)}
+        sources = {name: rows_from(*rows) for name, rows in SOURCES.items()}
         phases = [midepoch.Phase("one", {"a": 1.0}, rows=8), midepoch.Phase("two", {"a": 0.5, "b": 0.5}, rows=12)]
         return midepoch.mix(sources, midepoch.Schedule(phases) if mixed_by == "rows" else SCHEDULE, seed=2)
     if filtered:
         return rows_from(0, ROWS).filter(keeps).with_lanes(2)
-    return {**PIPELINES, **DRAWN, "phases": in_phases}[pipeline]()
+    made = {**PIPELINES, **DRAWN, "phases": in_phases, REORDERED: lambda: mixed("b", "a")}
+    return made[pipeline]()
 
 
 @dataclass
@@ -97,7 +109,7 @@ class Case:
 
     def __post_init__(self) -> None:
         if "set_weights" in self.features:
-            self.pipeline = "mix"
+            self.pipeline = "window" if "schedule" in self.features and self.pipeline == "window" else "mix"
             self.edits.append(lambda loader: loader.set_weights([3, 1]))
         if "exclude steps" in self.features:
             self.edits.append(lambda loader: loader.exclude(steps=[loader.steps + 2]))
@@ -105,10 +117,11 @@ class Case:
             several = self.pipeline == "mix" or "schedule" in self.features
             self.edits.append(lambda loader: loader.exclude(rows={"a": [3, 9], "b": [2]} if several else [3, 9, 17]))
 
-    def dataset(self) -> midepoch.Dataset:
+    def dataset(self, pipeline: str = "") -> midepoch.Dataset:
+        """Return the dataset. ``pipeline``: another than that of the case."""
         at_run_time = "tokens at run time" in self.features
         mixed_by = ("rows" if at_run_time else "steps") if "schedule" in self.features else ""
-        ds = dataset_of(self.pipeline, mixed_by, at_run_time and self.pipeline == "rows")
+        ds = dataset_of(pipeline or self.pipeline, mixed_by, at_run_time and self.pipeline == "rows")
         return ds if self.format is None else ds.with_format(self.format)
 
     def make(
@@ -121,10 +134,12 @@ class Case:
         size: Any = 2,
         last: str = "",
         window: int = 10,
+        pipeline: str = "",
     ) -> midepoch.Loader:
         """Return the loader of a rank.
 
         ``last``: the treatment of the last batch, if not that of the features. ``window``: of batches by tokens.
+        ``pipeline``: another than that of the case.
         """
         options: dict[str, Any] = {"rank": rank, "world_size": world, "num_workers": workers, "audit": audit}
         options |= {"worker_type": "thread", "timeout": 20} if workers else {}
@@ -150,8 +165,8 @@ class Case:
         if last:
             options["last_batch"] = last
         if "schedule" in self.features and "tokens at run time" not in self.features:
-            return self.dataset().loader(**options)
-        return self.dataset().loader(size, **options)
+            return self.dataset(pipeline).loader(**options)
+        return self.dataset(pipeline).loader(size, **options)
 
     def batches(self, loader: midepoch.Loader, most: int) -> Iterator[list[Output]]:
         """Yield the rows of the next batches, over the ends of passes, up to the end of the first epoch."""

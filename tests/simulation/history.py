@@ -29,6 +29,7 @@ _TIMEOUT = 20.0
 """Seconds for which ranks wait for each other when they save."""
 _MOST_STEPS = 150
 """Steps of the longest plan are 60: two epochs, of which each start may repeat some."""
+ROT = "a bit has changed"
 
 
 class FindingError(AssertionError):
@@ -132,7 +133,7 @@ class History:
             and self.disk.rot(self.folder / "checkpoint", start.rots)
         ):
             self.rotten = True
-            cluster.happened.append("a bit has changed")
+            cluster.happened.append(ROT)
         mains = [self._main(number, start, rank) for rank in range(start.world)]
         try:
             ranks = cluster.run(mains, list(start.faults))
@@ -140,6 +141,8 @@ class History:
             raise FindingError(f"start {number} hangs: {problem}") from None
         struck = cluster.happened[self._before :]
         self.events.append(f"start {number}: {', '.join(struck) or 'no fault'}; {_ends(ranks)}")
+        if struck == [ROT]:  # there is an older checkpoint, to which all ranks fall back
+            struck = []
         self.trusted = self.trusted and not cluster.power_lost and not any("error" in text for text in struck)
         for rank in ranks:
             self._check_exit(rank, bool(struck) and not is_last, number)
@@ -170,6 +173,7 @@ class History:
                 last=plan.last,
                 audit=audit,
                 window=start.window,
+                pipeline=start.pipeline,
             )
             if not start.every:
                 self._train(number, start, rank, loader, None, None)
@@ -179,14 +183,16 @@ class History:
                 address, plan.keep, async_save=plan.in_background, rank=rank, world_size=start.world, timeout=_TIMEOUT
             )
             model = Weights() if plan.has_model else None
-            step = None if start.forgets else saver.restore_latest(loader, model, rng=False)
+            step = None if start.forgets else saver.restore_latest(loader, model, rng=plan.has_generators)
             mark = "" if step is None else saver.metadata(step)["mark"]
             self._restored(mark, number, model)
             earlier = self._steps_of(saver) if start.forgets else set()
             if start.older is not None and step is not None:
                 steps = self.cluster.agree(saver.steps())[0]
                 try:
-                    step = saver.restore(loader, model, rng=False, step=steps[int(start.older * len(steps))])
+                    step = saver.restore(
+                        loader, model, rng=plan.has_generators, step=steps[int(start.older * len(steps))]
+                    )
                 except CheckpointDamagedError:
                     if not (self.rotten or self.disk.lost):  # a power loss may leave a part of a step that was removed
                         raise
@@ -265,7 +271,7 @@ class History:
         plan, cluster, step = self.plan, self.cluster, restored or 0
         model = Weights() if plan.has_model else None
         taker: Taker = (
-            Leases(self, loader, rank, pauses=start.pauses)
+            Leases(self, loader, rank, pauses=start.pauses, eager=start.eager)
             if "lease" in plan.features
             else Paused(self, loader, rank)
             if start.pauses
@@ -287,7 +293,7 @@ class History:
             if model is not None:
                 model.value[:] = mark.weights
             try:
-                saver.save(loader, model, step=step, metadata={"mark": name}, rng=False)
+                saver.save(loader, model, step=step, metadata={"mark": name}, rng=plan.has_generators)
                 self._note_durable(rank, mark)
             except CheckpointSaveError as problem:
                 self._begun.pop(rank, None)
@@ -396,7 +402,7 @@ class History:
                 raise
         if rank % 2 or isinstance(taker, Leases):  # before it or after it
             taker.end_pass()
-        step: int | None = saver.restore_latest(loader, model, rng=False)
+        step: int | None = saver.restore_latest(loader, model, rng=self.plan.has_generators)
         taker.end_pass()
         if isinstance(taker, Leases):
             taker.acknowledge_late()
@@ -414,7 +420,12 @@ class History:
         """Load the state into another loader, which has to be at the same place."""
         state = loader.state_dict()
         other = self.plan.case.make(
-            rank=rank, world=start.world, workers=0, size=start.size, last=self.plan.last, window=start.window
+            rank=rank,
+            world=start.world,
+            size=start.size,
+            last=self.plan.last,
+            window=start.window,
+            pipeline=start.pipeline,
         )
         other.load_state_dict(state)
         loaded, expected = _without_branches(other.state_dict()), _without_branches(state)
@@ -492,18 +503,25 @@ class Paused:
 class Leases:
     """Leases, acknowledged some steps later. The weights have seen what is acknowledged."""
 
-    def __init__(self, history: History, loader: midepoch.Loader, rank: int, *, pauses: bool) -> None:
-        self._history, self._loader, self._rank, self._pauses = history, loader, rank, pauses
+    def __init__(self, history: History, loader: midepoch.Loader, rank: int, *, pauses: bool, eager: bool) -> None:
+        self._history, self._loader, self._rank, self._pauses, self._eager = history, loader, rank, pauses, eager
         self._items: Any = None
         self._out: list[tuple[Any, int, int]] = []
         self._left: list[Any] = []
+        self._early = False  # the lease that is out is of the next epoch
         self._least = int(history.cluster.random.random() < 0.3)  # one is out for long
         self._clears = random.Random(f"{history.plan.seed} {rank} clears")
 
     def take(self, step: int) -> bool:
         epochs = self._history.cluster.agree(self._loader._next_cursor().epoch)
-        if self._items is None and epochs[self._rank] > min(epochs):
-            return False  # others have to finish their epoch first
+        self._early = self._early and epochs[self._rank] > min(epochs)
+        if self._items is None and epochs[self._rank] > min(epochs):  # others have to finish their epoch first
+            if not self._eager:
+                return False
+            self._items = self._loader.lease().__enter__()
+            self._out, self._early = [(next(self._items), step, self._loader._run.cursor.epoch)], True
+        if self._early:
+            return True
         if self._pauses and self._items is not None and self._history.cluster.random.random() < 0.1:
             self.end_pass()  # those that are out come again
         if self._items is None:

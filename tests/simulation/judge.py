@@ -42,15 +42,16 @@ def _check_log(history: History) -> None:
     for epoch in range(plan.epochs):
         found, full = seen.get(epoch, Counter()), expected[epoch]
         in_rows = plan.pipeline in IN_ROWS and "schedule" not in plan.features
-        changed = "exclude rows" in plan.features and not in_rows
+        if "exclude rows" in plan.features:
+            _check_excluded(history)
+        changed = ("exclude rows" in plan.features and not in_rows) or plan.changes
         if "set_weights" in plan.features or changed:  # what comes depends on when it was changed
             continue
         if found - full:
             raise FindingError(f"epoch {epoch}: repeated {dict(found - full)}")
         lost = full - found
         if "exclude rows" in plan.features:
-            lost = Counter({row: count for row, count in lost.items() if row not in (3, 9, 17)})
-            _check_excluded(history)
+            lost = Counter({row: count for row, count in lost.items() if row not in _EXCLUDED})
         if "exclude steps" in plan.features and not epoch:
             continue
         if lost and plan.last != "drop":
@@ -79,10 +80,19 @@ def _check_sizes(history: History) -> None:
 _OTHER_SIZES = {"tokens, planned", "tokens at run time", "sizes by step", "schedule"}
 
 
+_EXCLUDED = {3, 9, 17}
+_EXCLUDED_OF_MIX = {3, 9, 102}
+
+
 def _check_excluded(history: History) -> None:
+    plan = history.plan
+    if plan.pipeline == "pack":  # whose outputs are tokens
+        return
+    of_mix = plan.case.pipeline == "mix" or "schedule" in plan.features
+    begun = of_mix and plan.edit_at > 0  # outputs in progress keep their rows
     for entry in history.entries:
-        late = entry.epoch > 0 or entry.step > history.plan.edit_at
-        if late and {3, 9, 17} & set(entry.outputs):
+        late = entry.epoch > 0 or (entry.step > plan.edit_at and not begun)
+        if late and (_EXCLUDED_OF_MIX if of_mix else _EXCLUDED) & set(entry.outputs):
             raise FindingError(f"step {entry.step} of epoch {entry.epoch} has an excluded row: {entry.outputs}")
 
 

@@ -7,7 +7,7 @@ import random
 from dataclasses import dataclass, replace
 from typing import Any
 
-from compositions import DRAWN, PIPELINES, Case
+from compositions import DRAWN, PIPELINES, REORDERED, Case
 from midepoch.checkpoint import Keep
 from midepoch.loader.options import FEATURES, MEANINGLESS
 from simulation.cluster import Fault
@@ -51,7 +51,8 @@ class StartPlan:
     taken by ``next(loader)``, and it is closed in between; blocks of leases are left in between. ``returns``: after this
     step, the living process restores the latest checkpoint, as a loop does whose loss is not a number. ``saves_first``:
     what was restored is saved before the first batch. ``lag``: a rank is late once. ``probes``: states are loaded into
-    another loader, which has to be at the same place.
+    another loader, which has to be at the same place. ``pipeline``: another than that of the plan, with which the run
+    continues. ``eager``: a rank that has finished an epoch takes a lease of the next one while others have some of this.
     """
 
     world: int
@@ -76,6 +77,8 @@ class StartPlan:
     probes: bool = False
     window: int = 10
     """Of batches by tokens."""
+    pipeline: str = ""
+    eager: bool = False
 
 
 @dataclass(frozen=True)
@@ -94,10 +97,13 @@ class Plan:
     has_model: bool = False
     in_background: bool = False
     """Checkpoints are saved by a thread."""
+    has_generators: bool = False
+    """Each rank saves its random generators, in a file of its own."""
+    format: str | None = "numpy"
 
     @property
     def case(self) -> Case:
-        return Case(self.features, self.pipeline, "numpy")
+        return Case(self.features, self.pipeline, self.format)
 
     @property
     def in_lanes(self) -> bool:
@@ -106,16 +112,23 @@ class Plan:
         )
 
     @property
+    def changes(self) -> bool:
+        """True if the run continues with another pipeline."""
+        return any(start.pipeline for start in self.starts)
+
+    @property
     def fixed(self) -> bool:
         """True if all starts have the same ranks and batches: then every batch is that of an uninterrupted run."""
         shapes = {(one.world, one.size) for one in self.starts}
-        return "lease" not in self.features and len(shapes) == 1 and all(one.window == 10 for one in self.starts)
+        same = len(shapes) == 1 and all(one.window == 10 for one in self.starts) and not self.changes
+        return same and "lease" not in self.features
 
     def __str__(self) -> str:
         lines = [
             f"seed {self.seed}: {self.pipeline} with {', '.join(self.features) or 'no feature'}, last_batch="
             f"{self.last!r}, {self.epochs} epochs, checkpoints {'in a store' if self.remote else 'on disk'}"
-            f"{' in the background' * self.in_background}, keep={self.keep}, edited after step {self.edit_at}"
+            f"{' in the background' * self.in_background}{' with generators' * self.has_generators}, keep={self.keep}, "
+            f"format {self.format}, edited after step {self.edit_at}"
         ]
         for number, start in enumerate(self.starts):
             parts = [f"  start {number}: {start.world} ranks, batches of {start.size}, saves every {start.every} steps"]
@@ -132,6 +145,8 @@ class Plan:
                 "saves first": start.saves_first,
                 "loads its states elsewhere": start.probes,
                 f"windows of {start.window} rows": start.window != 10,
+                start.pipeline: start.pipeline != "",
+                "leases of the next epoch": start.eager,
                 str(start.lag): start.lag is not None,
             }
             parts += [text for text, has in habits.items() if has]
@@ -147,7 +162,7 @@ def draw(seed: int) -> Plan:
     features = _features(draws, pipeline)
     has = set(features).__contains__
     if has("set_weights"):
-        pipeline = "mix"
+        pipeline = "window" if has("schedule") and pipeline == "window" else "mix"
     connected = draws.random() < 0.4
     elastic = draws.random() < 0.6 and not (has("schedule") or has("set_weights") or has("exclude steps"))
     elastic = elastic and not (has("exclude rows") and pipeline not in IN_ROWS)
@@ -245,7 +260,33 @@ def _with_rare_habits(plan: Plan, draws: random.Random) -> Plan:
         starts = [replace(start, window=draws.choice((4, 7, 10))) for start in starts]
     alone = "lease" in plan.features and all(start.world == 1 for start in starts)
     late = alone and "exclude steps" not in plan.features and draws.random() < 0.5
-    return replace(plan, starts=tuple(starts), edit_at=draws.choice((1, 2, 3)) if late else plan.edit_at)
+    plan = replace(plan, starts=tuple(starts), edit_at=draws.choice((1, 2, 3)) if late else plan.edit_at)
+    return _with_more(plan, random.Random(f"more habits of {plan.seed}"))
+
+
+def _with_more(plan: Plan, draws: random.Random) -> Plan:
+    """Draw what was added later, so that a seed keeps the rest of its history."""
+    if plan.fixed and not plan.features and draws.random() < 0.5:
+        if plan.pipeline == "mix":
+            plan = replace(plan, features=("exclude rows",))
+        elif plan.pipeline == "window" and plan.starts[0].world < 3:
+            plan = replace(plan, features=("schedule", "set_weights"))
+    has, starts = set(plan.features).__contains__, list(plan.starts)
+    if has("provenance") and draws.random() < 0.5:
+        plan = replace(plan, format=None)
+    if any(start.rots is not None for start in starts) and draws.random() < 0.5:
+        plan = replace(plan, has_generators=True)
+    if has("lease") and draws.random() < 0.3:
+        starts = [replace(start, eager=start.world > 1) for start in starts]
+    restores = not any(start.forgets for start in starts)  # else the ledger takes it for another run
+    if plan.pipeline == "mix" and not _FIXED_MIX.intersection(plan.features) and restores and draws.random() < 0.5:
+        plan = replace(plan, edit_at=0)
+        starts = [replace(start, pipeline=draws.choice(("", REORDERED))) for start in starts]
+    return replace(plan, starts=tuple(starts))
+
+
+_FIXED_MIX = {"lease", "provenance", "exclude steps", "set_weights", "schedule", "tokens at run time"}
+"""Features with which a mix cannot change, or not in the middle of a window. Provenance numbers its sources."""
 
 
 def _lag(draws: random.Random, start: StartPlan, *, late: bool) -> Lag:

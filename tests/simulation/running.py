@@ -6,8 +6,11 @@ import gc
 import hashlib
 import logging
 import random
+import signal
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,6 +26,8 @@ _WALKS = 0.1
 """Share of histories after which a dataset is iterated, too."""
 _COLLECT_EVERY = 25
 """Histories between two collections of garbage."""
+_LONGEST = 120.0
+"""Seconds after which a history hangs without asking the scheduler: others take less than one."""
 
 
 @dataclass(frozen=True)
@@ -83,8 +88,9 @@ class Simulator:
         with folder_in_memory() as folder:
             history = History(plan, self.site, folder)
             try:
-                history.run()
-                judge(history)
+                with _in_time():
+                    history.run()
+                    judge(history)
             except FindingError as problem:
                 finding = str(problem)
         draws = random.Random(f"walk of {plan.seed}")
@@ -92,6 +98,20 @@ class Simulator:
         text = repr((history.entries, history.events, finding)).replace(str(folder), "")
         digest = hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
         return Outcome(plan, finding, tuple(history.events), bool(history.cluster.happened), digest)
+
+
+@contextmanager
+def _in_time() -> Iterator[None]:
+    def stop(*_: object) -> None:
+        raise FindingError(f"it hangs: {_LONGEST:.0f} s have passed")
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, _LONGEST)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 class _Complaints(logging.Handler):
