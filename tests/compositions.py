@@ -78,7 +78,7 @@ def in_phases() -> midepoch.Dataset:
 SCHEDULE = midepoch.Schedule(
     [
         midepoch.Phase("one", {"a": 1.0}, steps=2, global_batch_size=2),
-        midepoch.Phase("two", {"a": 0.5, "b": 0.5}, steps=4, global_batch_size=4),
+        midepoch.Phase("two", {"a": 0.7, "b": 0.3}, steps=4, global_batch_size=4),
     ]
 )
 

@@ -538,6 +538,8 @@ class Leases:
         except StopIteration:
             while self._out:
                 self._ack(0)
+            if self._eager:
+                self.end_pass()
             return False
         return True
 

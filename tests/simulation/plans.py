@@ -269,14 +269,17 @@ def _with_more(plan: Plan, draws: random.Random) -> Plan:
     if plan.fixed and not plan.features and draws.random() < 0.5:
         if plan.pipeline == "mix":
             plan = replace(plan, features=("exclude rows",))
-        elif plan.pipeline == "window" and plan.starts[0].world < 3:
-            plan = replace(plan, features=("schedule", "set_weights"))
+        elif plan.pipeline in ("filter", "window") and plan.starts[0].world < 3:
+            features, edit_at = ("schedule", "set_weights"), draws.choice((1, 3, 4, 5, 5))
+            plan = replace(plan, pipeline="window", features=features, edit_at=edit_at)
     has, starts = set(plan.features).__contains__, list(plan.starts)
     if has("provenance") and draws.random() < 0.5:
         plan = replace(plan, format=None)
+        if not any(frozenset({"sizes by step", other}) in MEANINGLESS for other in plan.features):
+            plan = replace(plan, features=tuple(sorted({*plan.features, "sizes by step"})))
     if any(start.rots is not None for start in starts) and draws.random() < 0.5:
         plan = replace(plan, has_generators=True)
-    if has("lease") and draws.random() < 0.3:
+    if has("lease") and draws.random() < 0.6:
         starts = [replace(start, eager=start.world > 1) for start in starts]
     restores = not any(start.forgets for start in starts)  # else the ledger takes it for another run
     if plan.pipeline == "mix" and not _FIXED_MIX.intersection(plan.features) and restores and draws.random() < 0.5:

@@ -418,9 +418,11 @@ def claim_of(one: Generation, run: Run) -> Claim:
     if one.in_lanes:
         known, numbers = one.cursor.lanes, {number for track in one.tracks.values() for number in track.begin}
         lanes = {number: known.get(number, LaneCursor()) for number in numbers}
+        # Of one whose rank was in the next epoch already, a state of all ranks says only that it has ended.
+        lanes = {number: lane for number, lane in lanes.items() if lane.taken or not lane.ended}
         done = EMPTY.union(*(in_lane(number, _done(lane)) for number, lane in lanes.items()))
         excluded = EMPTY.union(*(in_lane(number, lane.excluded) for number, lane in lanes.items()))
-        return Claim(frozenset(numbers), done, excluded)
+        return Claim(frozenset(lanes), done, excluded)
     lane = in_rows(one, one.cursor.lane, run)
     excluded = lane.excluded.union(run.excluded_positions(one).from_(lane.taken))
     return Claim(frozenset([0]), _done(lane).minus(lane.excluded), excluded)
