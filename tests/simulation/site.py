@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import PosixPath
+from types import SimpleNamespace
 from typing import Any
 
 from greenlet import getcurrent
@@ -68,11 +69,7 @@ class Module:
     """A module in which some names are replaced."""
 
     def __init__(self, module: Any, **names: Any) -> None:
-        self.__dict__.update(names)
-        self._module = module
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._module, name)
+        self.__dict__.update(vars(module), **names)
 
 
 _OF_DISK = [
@@ -185,7 +182,7 @@ class _Counters:
 def installed(site: Site) -> Iterator[Site]:
     """Replace the modules, for any number of histories."""
     modules = _modules(site)
-    group = Module(None, get_world_size=lambda: len(site.cluster.ranks), get_rank=lambda: site.cluster.current.number)  # type: ignore[union-attr]
+    group = SimpleNamespace(get_world_size=lambda: len(site.cluster.ranks), get_rank=lambda: site.cluster.current.number)  # type: ignore[union-attr]
     changes = [(module, name, modules[name]) for module, names in _REPLACED.items() for name in names.split()]
     changes += [
         (store, "started", site.started),

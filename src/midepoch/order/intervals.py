@@ -51,6 +51,8 @@ class Intervals:
             return EMPTY
         if int(first.min()) < 0 or int(last.max()) > _LARGEST:
             raise ValueError(f"positions must be in [0, 2**62), got {first.min()} to {last.max() - 1}")
+        if len(first) == 1:
+            return Intervals(first, last)
         order = np.argsort(first, kind="stable")
         first, reach = first[order], np.maximum.accumulate(last[order])
         begins = np.concatenate([[True], first[1:] > reach[:-1]])
@@ -123,9 +125,9 @@ class Intervals:
 
     def from_(self, position: int) -> Intervals:
         """Return the part at and after a position."""
-        first = int(np.searchsorted(self.stops, position, side="right"))
-        if not first and (not self or position <= self.starts[0]):
+        if not self or position <= self.starts[0]:
             return self
+        first = int(np.searchsorted(self.stops, position, side="right"))
         if first == len(self.starts):
             return EMPTY
         starts = self.starts[first:].copy()
