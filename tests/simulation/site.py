@@ -13,6 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import lru_cache
 from pathlib import PosixPath
 from types import SimpleNamespace
 from typing import Any
@@ -23,7 +24,10 @@ from midepoch.audit import journal, ledger, orders
 from midepoch.checkpoint import background, local, manager, manifest, remote, rendezvous, restoring, saving, store
 from midepoch.distributed import keyvalue
 from midepoch.loader import lanes, meter, passes, workers
+from midepoch.order.epoch import Order
 from midepoch.pipeline import rows
+from midepoch.read.reader import Reader, ReadRows
+from midepoch.transforms import generators
 from simulation.cluster import Cluster, Task
 from simulation.disk import FIRST_NUMBER, Disk
 from simulation.store import Bucket, KeyValues, objects_of
@@ -178,6 +182,19 @@ class _Counters:
         return counts[f"{self._name} {key}"]
 
 
+def _read_once(read: Callable[[Reader, Any], ReadRows]) -> Callable[[Reader, Any], ReadRows]:
+    """Return a function that reads the same rows of a source once. No fault reaches the data, which never changes."""
+    known: dict[Any, ReadRows] = {}
+
+    def call(reader: Reader, rows: Any) -> ReadRows:
+        key = (reader._source, *reader._numbers, rows.tobytes())
+        if key not in known:
+            known[key] = read(reader, rows)
+        return known[key]
+
+    return call
+
+
 @contextmanager
 def installed(site: Site) -> Iterator[Site]:
     """Replace the modules, for any number of histories."""
@@ -195,6 +212,9 @@ def installed(site: Site) -> Iterator[Site]:
         (keyvalue, "_store", lambda: site.values),
         (workers, "cores", lambda: 2),
         (rows, "_FIRST", 4),  # an epoch has several bundles
+        (generators, "_TRIAL", 2),  # as above: a function is called with and without checks
+        (Reader, "read", _read_once(Reader.read)),
+        (Order, "at", lru_cache(maxsize=1000)(Order.at)),
         (workers, "open_crew", lambda job: SimulatedCrew(site.cluster, job, job.options.num_workers)),
         (lanes, "_made", _Counters(site, "made")),
         (lanes, "_loaders", _Counters(site, "loaders")),
