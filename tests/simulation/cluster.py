@@ -75,6 +75,9 @@ class Rank:
     faults: dict[tuple[str, str], list[Fault]] = field(default_factory=dict)
     """By the place and the verb of the operations that they strike."""
     operations: dict[tuple[str, str], int] = field(default_factory=dict)
+    """Those that it has done, in the same way. Without faults they are not told apart."""
+    done: int = 0
+    """All of its operations."""
     passes: int = 0
     made: dict[str, int] = field(default_factory=dict)
     problem: BaseException | None = None
@@ -200,10 +203,11 @@ class Cluster:
         if not rank.alive:
             raise Killed
         found, counts = None, rank.operations
-        for place in ((where, ""), ("", ""), (where, name.partition(" ")[0])):
+        rank.done += 1
+        if rank.done > MOST_OPERATIONS:
+            raise HangError(f"{MOST_OPERATIONS} operations of a rank, the last is {name}")
+        for place in ((where, ""), ("", ""), (where, name.partition(" ")[0])) if rank.faults else ():
             count = counts[place] = counts.get(place, 0) + 1
-            if count > MOST_OPERATIONS:
-                raise HangError(f"{MOST_OPERATIONS} operations of a rank, the last is {name}")
             for fault in rank.faults.get(place, ()):
                 if fault.at <= count < fault.at + fault.count:
                     found = self._strike(fault, rank, name, reads) or found

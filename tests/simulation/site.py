@@ -24,7 +24,8 @@ from midepoch.audit import journal, ledger, orders
 from midepoch.checkpoint import background, local, manager, manifest, remote, rendezvous, restoring, saving, store
 from midepoch.distributed import keyvalue
 from midepoch.loader import lanes, meter, passes, workers
-from midepoch.order.epoch import Order
+from midepoch.order.epoch import EpochOrder, Order, SourceLayout
+from midepoch.order.selection import Selection
 from midepoch.pipeline import rows
 from midepoch.read.reader import Reader, ReadRows
 from midepoch.transforms import generators
@@ -195,6 +196,12 @@ def _read_once(read: Callable[[Reader, Any], ReadRows]) -> Callable[[Reader, Any
     return call
 
 
+@lru_cache(maxsize=1000)
+def _order_at(selection: Selection, shuffle: Any, lanes: int, epoch: int, layout: SourceLayout) -> EpochOrder:
+    """Return the order of an epoch, which is a value."""
+    return EpochOrder(Order(selection, shuffle, lanes), epoch, layout)
+
+
 @contextmanager
 def installed(site: Site) -> Iterator[Site]:
     """Replace the modules, for any number of histories."""
@@ -214,7 +221,7 @@ def installed(site: Site) -> Iterator[Site]:
         (rows, "_FIRST", 4),  # an epoch has several bundles
         (generators, "_TRIAL", 2),  # as above: a function is called with and without checks
         (Reader, "read", _read_once(Reader.read)),
-        (Order, "at", lru_cache(maxsize=1000)(Order.at)),
+        (Order, "at", lambda one, *epoch: _order_at(one.selection, one.shuffle, one.lanes, *epoch)),
         (workers, "open_crew", lambda job: SimulatedCrew(site.cluster, job, job.options.num_workers)),
         (lanes, "_made", _Counters(site, "made")),
         (lanes, "_loaders", _Counters(site, "loaders")),
