@@ -27,8 +27,9 @@ from midepoch.loader import lanes, meter, passes, workers
 from midepoch.order.epoch import EpochOrder, Order, SourceLayout
 from midepoch.order.selection import Selection
 from midepoch.pipeline import rows
-from midepoch.read.reader import Reader, ReadRows
+from midepoch.pipeline.engine import Engine
 from midepoch.transforms import generators
+from midepoch.transforms.batch import Batch
 from simulation.cluster import Cluster, Task
 from simulation.disk import FIRST_NUMBER, Disk
 from simulation.store import Bucket, KeyValues, objects_of
@@ -183,14 +184,15 @@ class _Counters:
         return counts[f"{self._name} {key}"]
 
 
-def _read_once(read: Callable[[Reader, Any], ReadRows]) -> Callable[[Reader, Any], ReadRows]:
+def _read_once(read: Callable[[Engine, Any], Batch]) -> Callable[[Engine, Any], Batch]:
     """Return a function that reads the same rows of a source once. No fault reaches the data, which never changes."""
-    known: dict[Any, ReadRows] = {}
+    known: dict[Any, Batch] = {}
 
-    def call(reader: Reader, rows: Any) -> ReadRows:
-        key = (reader._source, *reader._numbers, rows.tobytes())
+    def call(engine: Engine, rows: Any) -> Batch:
+        leaf = engine.leaf
+        key = (leaf.source, leaf.order.selection, leaf.order.shuffle, *leaf.head.items(), rows.tobytes())
         if key not in known:
-            known[key] = read(reader, rows)
+            known[key] = read(engine, rows)
         return known[key]
 
     return call
@@ -220,7 +222,7 @@ def installed(site: Site) -> Iterator[Site]:
         (workers, "cores", lambda: 2),
         (rows, "_FIRST", 4),  # an epoch has several bundles
         (generators, "_TRIAL", 2),  # as above: a function is called with and without checks
-        (Reader, "read", _read_once(Reader.read)),
+        (Engine, "read", _read_once(Engine.read)),
         (Order, "at", lambda one, *epoch: _order_at(one.selection, one.shuffle, one.lanes, *epoch)),
         (workers, "open_crew", lambda job: SimulatedCrew(site.cluster, job, job.options.num_workers)),
         (lanes, "_made", _Counters(site, "made")),
