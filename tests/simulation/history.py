@@ -566,7 +566,7 @@ def folder_in_memory() -> Iterator[Path]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=16_384)
 def uninterrupted(plan: Plan, site: Site) -> tuple[Entry, ...]:
     """Return the log of a plan of one start without faults: no checkpoint is saved, and no ledger is kept."""
     before = vars(site).copy()

@@ -208,7 +208,10 @@ def _order_at(selection: Selection, shuffle: Any, lanes: int, epoch: int, layout
 def installed(site: Site) -> Iterator[Site]:
     """Replace the modules, for any number of histories."""
     modules = _modules(site)
-    group = SimpleNamespace(get_world_size=lambda: len(site.cluster.ranks), get_rank=lambda: site.cluster.current.number)  # type: ignore[union-attr]
+    group = SimpleNamespace(
+        get_world_size=lambda: len(site.cluster.ranks),
+        get_rank=lambda: site.cluster.current.number,  # type: ignore[union-attr]
+    )
     changes = [(module, name, modules[name]) for module, names in _REPLACED.items() for name in names.split()]
     changes += [
         (store, "started", site.started),

@@ -98,8 +98,8 @@ def create_file(path: Path) -> Iterator[LocalSink]:
 
 def open_file(folder: str | os.PathLike[str], name: str) -> LocalSource:
     """Open a regular file of a folder. Raises CheckpointDamagedError if it is not one, or is outside of the folder."""
-    path = os.path.join(folder, name)
-    if "/" in name and os.path.realpath(os.path.dirname(path)) != os.path.join(os.path.realpath(folder), os.path.dirname(name)):
+    path, inner = os.path.join(folder, name), os.path.dirname(name)
+    if inner and os.path.realpath(os.path.join(folder, inner)) != os.path.join(os.path.realpath(folder), inner):
         raise CheckpointDamagedError(f"{name} is outside of the folder of its step")
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW)
