@@ -84,6 +84,12 @@ SCHEDULE = midepoch.Schedule(
 
 
 @cache
+def formatted(kind: str, pipeline: str, mixed_by: str, filtered: bool) -> midepoch.Dataset:
+    """Return a dataset with a format, made once."""
+    return dataset_of(pipeline, mixed_by, filtered).with_format(kind)
+
+
+@cache
 def dataset_of(pipeline: str, mixed_by: str, filtered: bool) -> midepoch.Dataset:
     """Return a dataset, made once. ``mixed_by``: a schedule by "steps" or "rows", or nothing."""
     if mixed_by and pipeline == "window":
@@ -121,8 +127,8 @@ class Case:
         """Return the dataset. ``pipeline``: another than that of the case."""
         at_run_time = "tokens at run time" in self.features
         mixed_by = ("rows" if at_run_time else "steps") if "schedule" in self.features else ""
-        ds = dataset_of(pipeline or self.pipeline, mixed_by, at_run_time and self.pipeline == "rows")
-        return ds if self.format is None else ds.with_format(self.format)
+        named = (pipeline or self.pipeline, mixed_by, at_run_time and self.pipeline == "rows")
+        return dataset_of(*named) if self.format is None else formatted(self.format, *named)
 
     def make(
         self,

@@ -58,6 +58,7 @@ class Task:
     """A thread of a process. The first one is that of its program."""
 
     body: greenlet.greenlet
+    rank: Rank
     wake: float = 0.0
 
 
@@ -71,7 +72,12 @@ class Rank:
     alive: bool = True
     left: bool = False
     """True if its program has come to its end. Threads that are left over end with it."""
+    faults: dict[tuple[str, str], list[Fault]] = field(default_factory=dict)
+    """By the place and the verb of the operations that they strike."""
     operations: dict[tuple[str, str], int] = field(default_factory=dict)
+    """Those that it has done, in the same way. Without faults they are not told apart."""
+    done: int = 0
+    """All of its operations."""
     passes: int = 0
     made: dict[str, int] = field(default_factory=dict)
     problem: BaseException | None = None
@@ -91,23 +97,16 @@ class Cluster:
         self.power_lost = False
         self.on_power_loss: Callable[[], None] = lambda: None
         self.on_death: Callable[[Rank], None] = lambda _: None
+        self.current: Rank | None = None
+        """The rank that runs, or None outside of a start."""
+        self.task: Task
+        """The thread that runs."""
         self._hub: greenlet.greenlet | None = None
         self._arrived: dict[int, Any] = {}
         self._result: dict[int, Any] = {}
         self._generation = self.turns = 0
 
     # Processes
-
-    @property
-    def current(self) -> Rank | None:
-        """The rank that runs, or None outside of a start."""
-        return getattr(greenlet.getcurrent(), "rank", None)
-
-    @property
-    def task(self) -> Task:
-        """The thread that runs."""
-        task: Task = greenlet.getcurrent().task  # type: ignore[attr-defined]
-        return task
 
     def run(self, mains: list[Callable[[], None]], faults: list[Fault]) -> list[Rank]:
         """Run a start to its end. Its ranks are dead afterwards."""
@@ -135,7 +134,7 @@ class Cluster:
                 raise HangError(f"{MOST_TURNS} turns of the scheduler")
             if ready:
                 self.monotonic += 0.0005
-                self.random.choice(ready).body.switch()
+                self._resume(self.random.choice(ready))
                 for rank in living:
                     if not rank.alive and rank.tasks:  # a thread has died, or is left over
                         self._kill(rank)
@@ -158,6 +157,9 @@ class Cluster:
                 self.on_death(rank)
 
         rank = Rank(self.pids, number)
+        for fault in self.faults:
+            if fault.rank == number and fault.kind != "worker":
+                rank.faults.setdefault((fault.where, fault.verb), []).append(fault)
         self.begin(rank, body)
         return rank
 
@@ -169,9 +171,16 @@ class Cluster:
                 action()
             rank.tasks.remove(task)
 
-        task = Task(greenlet.greenlet(body, self._hub))
-        task.body.rank, task.body.task = rank, task
+        task = Task(greenlet.greenlet(body, self._hub), rank)
         rank.tasks.append(task)
+
+    def _resume(self, task: Task, *problem: BaseException) -> None:
+        """Let a thread run until it waits, or raise an error in it."""
+        self.task, self.current = task, task.rank
+        try:
+            task.body.throw(*problem) if problem else task.body.switch()
+        finally:
+            self.current = None
 
     def _kill(self, rank: Rank) -> None:
         if rank.alive:
@@ -181,7 +190,7 @@ class Cluster:
             rank.problem = rank.problem or Killed()
         for task in [*rank.tasks]:
             if task.body:  # begun, and not over
-                task.body.throw(Killed())
+                self._resume(task, Killed())
         rank.tasks.clear()
 
     # What a rank calls
@@ -193,14 +202,14 @@ class Cluster:
             return None
         if not rank.alive:
             raise Killed
-        found, verb = None, name.split()[0]
-        for place in ((where, ""), ("", ""), (where, verb)):
-            count = rank.operations[place] = rank.operations.get(place, 0) + 1
-            if count > MOST_OPERATIONS:
-                raise HangError(f"{MOST_OPERATIONS} operations of a rank, the last is {name}")
-            for fault in self.faults:
-                is_here = fault.rank == rank.number and (fault.where, fault.verb) == place and fault.kind != "worker"
-                if is_here and fault.at <= count < fault.at + fault.count:
+        found, counts = None, rank.operations
+        rank.done += 1
+        if rank.done > MOST_OPERATIONS:
+            raise HangError(f"{MOST_OPERATIONS} operations of a rank, the last is {name}")
+        for place in ((where, ""), ("", ""), (where, name.partition(" ")[0])) if rank.faults else ():
+            count = counts[place] = counts.get(place, 0) + 1
+            for fault in rank.faults.get(place, ()):
+                if fault.at <= count < fault.at + fault.count:
                     found = self._strike(fault, rank, name, reads) or found
         if self.random.random() < 0.15:
             self.switch()

@@ -60,12 +60,13 @@ class Disk:
     lost: bool = False
 
     def __post_init__(self) -> None:
+        self._prefix = len(str(self.root))
         self.cluster.on_death, self.cluster.on_power_loss = self.close_all, self.lose_power
 
     # Names
 
     def _parts(self, path: Any) -> list[str]:
-        return [part for part in os.fspath(path)[len(str(self.root)) :].split("/") if part]
+        return [part for part in os.fspath(path)[self._prefix :].split("/") if part]
 
     def find(self, path: Any) -> Node | None:
         node: Node | None = self.tree
@@ -91,8 +92,8 @@ class Disk:
         self.pending.append(list(changes))
 
     def _begin(self, name: str, path: Any, *, reads: bool = False) -> None:
-        parts = self._parts(path)
-        self.cluster.operation(parts[0] if parts else "", f"{name} {'/'.join(parts)}", reads=reads)
+        place = os.fspath(path)[self._prefix + 1 :]
+        self.cluster.operation(place.partition("/")[0], f"{name} {place}", reads=reads)
 
     def mkdir(self, path: Any, mode: int = 0o777) -> None:
         self._begin("mkdir", path)
@@ -164,7 +165,7 @@ class Disk:
 
     def close_all(self, rank: Rank) -> None:
         """Close the files of a process that has died, which releases its locks."""
-        for number, file in list(self.files.items()):
+        for number, file in self.files.items():
             if file.rank is rank:
                 self.close(number)
 

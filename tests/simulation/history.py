@@ -30,6 +30,8 @@ _TIMEOUT = 20.0
 _MOST_STEPS = 150
 """Steps of the longest plan are 60: two epochs, of which each start may repeat some."""
 ROT = "a bit has changed"
+EDITS = {"exclude rows", "exclude steps", "set_weights"}
+"""Features that change a run after some steps."""
 
 
 class FindingError(AssertionError):
@@ -331,7 +333,7 @@ class History:
                 if start.world == 1:
                     save()
                 raise
-            over = has_batch and loader._run.cursor.epoch >= plan.epochs
+            over = has_batch and taker.epoch >= plan.epochs
             received = cluster.agree((has_batch, over))
             all_over = any(has for has, _ in received) and all(over for has, over in received if has)
             if all_over and (not by_steps or all(cluster.agree(loader._next_cursor().epoch >= plan.epochs))):
@@ -461,6 +463,8 @@ class Batches:
     def __init__(self, history: History, loader: midepoch.Loader, rank: int, *, chooses: bool) -> None:
         self._history, self._loader, self._rank, self._chooses = history, loader, rank, chooses
         self._pass: Iterator[Any] | None = None
+        self.epoch = 0
+        """That of the batch taken last."""
 
     def take(self, step: int) -> bool:
         """Take a batch. Returns False at the end of the pass."""
@@ -469,7 +473,8 @@ class Batches:
                 self._loader.set_epoch(self._loader.epoch)
             self._pass = iter(self._loader)
         for batch in self._pass:
-            self._history.log(self._rank, step, self._loader._run.cursor.epoch, batch)
+            self.epoch = self._loader._run.cursor.epoch
+            self._history.log(self._rank, step, self.epoch, batch)
             return True
         return False
 
@@ -482,6 +487,7 @@ class Paused:
 
     def __init__(self, history: History, loader: midepoch.Loader, rank: int) -> None:
         self._history, self._loader, self._rank, self._over = history, loader, rank, False
+        self.epoch = 0
 
     def take(self, step: int) -> bool:
         """Take a batch. Returns False at the end of the pass."""
@@ -490,7 +496,8 @@ class Paused:
         if random.Random(f"{self._history.plan.seed} {step}").random() < 0.3:
             self._loader.close()
         for batch in self._loader.current_pass():  # as next() does it
-            self._history.log(self._rank, step, self._loader._run.cursor.epoch, batch)
+            self.epoch = self._loader._run.cursor.epoch
+            self._history.log(self._rank, step, self.epoch, batch)
             return True
         self._loader.end_pass()
         self._over = True
@@ -506,6 +513,7 @@ class Leases:
     def __init__(self, history: History, loader: midepoch.Loader, rank: int, *, pauses: bool, eager: bool) -> None:
         self._history, self._loader, self._rank, self._pauses, self._eager = history, loader, rank, pauses, eager
         self._items: Any = None
+        self.epoch = 0
         self._out: list[tuple[Any, int, int]] = []
         self._left: list[Any] = []
         self._early = False  # the lease that is out is of the next epoch
@@ -519,7 +527,8 @@ class Leases:
             if not self._eager:
                 return False
             self._items = self._loader.lease().__enter__()
-            self._out, self._early = [(next(self._items), step, self._loader._run.cursor.epoch)], True
+            self._out, self._early = [(next(self._items), step, epochs[self._rank])], True
+            self.epoch = epochs[self._rank]
         if self._early:
             return True
         if self._pauses and self._items is not None and self._history.cluster.random.random() < 0.1:
@@ -531,7 +540,8 @@ class Leases:
         while len(self._out) > (0 if waits else max(least, self._history.cluster.random.choice((0, 1, 2, 4)))):
             self._ack(least)
         try:
-            self._out.append((lease := next(self._items), step, self._loader._run.cursor.epoch))
+            lease, self.epoch = next(self._items), self._loader._run.cursor.epoch
+            self._out.append((lease, step, self.epoch))
             del lease
             while self._out and not self._least and self._clears.random() < 0.5:  # also the one that it has just taken
                 self._ack(0)
@@ -577,7 +587,7 @@ def folder_in_memory() -> Iterator[Path]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=16_384)
 def uninterrupted(plan: Plan, site: Site) -> tuple[Entry, ...]:
     """Return the log of a plan of one start without faults: no checkpoint is saved, and no ledger is kept."""
     before = vars(site).copy()
@@ -591,4 +601,5 @@ def uninterrupted(plan: Plan, site: Site) -> tuple[Entry, ...]:
 def as_uninterrupted(plan: Plan, world: int, size: int, features: tuple[str, ...], last: str) -> Plan:
     """Return the plan of an uninterrupted run. Equal ones are equal values, whatever history they are compared with."""
     start = StartPlan(world, size, every=0, connected=True)
-    return Plan(0, features, plan.pipeline, (start,), last, False, None, plan.epochs, plan.edit_at)
+    edit_at = plan.edit_at if EDITS.intersection(features) else 0
+    return Plan(0, features, plan.pipeline, (start,), last, False, None, plan.epochs, edit_at)

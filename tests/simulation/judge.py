@@ -9,10 +9,9 @@ from typing import Any
 from midepoch.audit import read_run
 from midepoch.checkpoint import PipelineCheckpoint
 from midepoch.errors import MidepochError
-from simulation.history import Entry, FindingError, History, as_uninterrupted, uninterrupted
+from simulation.history import EDITS, Entry, FindingError, History, as_uninterrupted, uninterrupted
 from simulation.plans import IN_ROWS
 
-_EDITS = ("exclude rows", "exclude steps", "set_weights")
 _LEFT = re.compile(r"\.step_.*\.(saving|old)\Z")
 
 
@@ -34,7 +33,7 @@ def _check_log(history: History) -> None:
         whole = uninterrupted(as_uninterrupted(plan, first.world, first.size, plan.features, plan.last), history.site)
         _compare(history.entries, whole)
         return
-    plain = tuple(name for name in plan.features if name not in (*_EDITS, "lease", "steps_per_epoch", "last_batch"))
+    plain = tuple(name for name in plan.features if name not in (*EDITS, "lease", "steps_per_epoch", "last_batch"))
     # A schedule has lanes of its own for each number of ranks, which is the same in all starts then.
     shape = (first.world, first.size) if "schedule" in plan.features else (1, 2)
     whole = uninterrupted(as_uninterrupted(plan, *shape, plain, "uneven"), history.site)

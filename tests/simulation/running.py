@@ -85,6 +85,7 @@ class Simulator:
         finding, self._count = "", self._count + 1
         if not self._count % _COLLECT_EVERY:
             gc.collect()
+            gc.freeze()  # what is left is in caches, and is not looked at again
         with folder_in_memory() as folder:
             history = History(plan, self.site, folder)
             try:

@@ -96,10 +96,10 @@ def create_file(path: Path) -> Iterator[LocalSink]:
         os.close(fd)
 
 
-def open_file(folder: Path, name: str) -> LocalSource:
+def open_file(folder: str | os.PathLike[str], name: str) -> LocalSource:
     """Open a regular file of a folder. Raises CheckpointDamagedError if it is not one, or is outside of the folder."""
-    path = folder / name
-    if "/" in name and os.path.realpath(path.parent) != os.path.join(os.path.realpath(folder), os.path.dirname(name)):
+    path, inner = os.path.join(folder, name), os.path.dirname(name)
+    if inner and os.path.realpath(os.path.join(folder, inner)) != os.path.join(os.path.realpath(folder), inner):
         raise CheckpointDamagedError(f"{name} is outside of the folder of its step")
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW)
@@ -238,32 +238,35 @@ class LocalStore:
                 raise
 
     def get(self, name: str) -> bytes | None:
-        path = self.path / name
+        folder, file = os.path.split(os.path.join(self.path, name))
         try:
-            source = open_file(path.parent, path.name)
+            source = open_file(folder, file)
         except FileNotFoundError:
             return None
         if source.size > manifests.LARGEST:
-            raise CheckpointDamagedError(f"{path.name} is {source.size} bytes long")
+            raise CheckpointDamagedError(f"{file} is {source.size} bytes long")
         data = bytearray(source.size)
         return bytes(data[: source.read_into(memoryview(data), 0)])
 
     def list(self, below: str) -> dict[str, Object]:
         found: dict[str, Object] = {}
+        root = os.path.join(self.path, "")
         for folder, _, names in os.walk(self.path / below):
-            for name in names:
+            for path in (os.path.join(folder, name) for name in names):
                 with suppress(FileNotFoundError):
-                    status = os.lstat(f"{folder}/{name}")
-                    found[os.path.relpath(f"{folder}/{name}", self.path)] = Object(status.st_size, status.st_mtime)
+                    status = os.lstat(path)
+                    found[path[len(root) :]] = Object(status.st_size, status.st_mtime)
         return found
 
     def delete(self, names: Sequence[str]) -> None:
         for name in names:
-            path = self.path / name
-            path.unlink(missing_ok=True)
-            for folder in (path.parent, path.parent.parent):
+            path = os.path.join(self.path, name)
+            with suppress(FileNotFoundError):
+                os.unlink(path)
+            folder = os.path.dirname(path)
+            for empty in (folder, os.path.dirname(folder)):
                 with suppress(OSError):
-                    folder.rmdir()
+                    os.rmdir(empty)
 
     # Files of copies
 

@@ -390,8 +390,9 @@ def parse_name(name: str) -> tuple[str, int, str]:
 
 
 def _read(store: CheckpointStore, path: str) -> dict[str, Any]:
+    data = store.get(path)
     try:
-        note: dict[str, Any] = json.loads(store.get(path) or b"{}")
+        note: dict[str, Any] = json.loads(data) if data else {}
     except ValueError:  # after a power loss
         return {}
     return note

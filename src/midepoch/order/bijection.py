@@ -186,7 +186,7 @@ class Bijection:
 
     def _checked(self, x: Int64Array) -> Int64Array:
         x = np.asarray(x, dtype=np.int64)
-        if len(x) and (x.min() < 0 or x.max() >= self.n):
+        if len(x) and x.view(np.uint64).max() >= self.n:  # negative numbers, too
             raise IndexError(f"values must be in [0, {self.n}), got {x.min()} to {x.max()}")
         return x
 

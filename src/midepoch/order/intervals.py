@@ -36,7 +36,8 @@ class Intervals:
         for array in (starts, stops):
             array.flags.writeable = False
         self.starts, self.stops = starts, stops
-        self._covered = np.concatenate([_ZERO, np.cumsum(stops - starts)])  # positions in the intervals before each one
+        self._covered = np.zeros(len(starts) + 1, np.int64)  # positions in the intervals before each one
+        (stops - starts).cumsum(out=self._covered[1:])
         self._before = starts - self._covered[:-1]  # positions before each one that are not in the set
 
     @staticmethod
@@ -49,12 +50,15 @@ class Intervals:
         first, last = first[full], last[full]
         if not len(first):
             return EMPTY
-        if int(first.min()) < 0 or int(last.max()) > _LARGEST:
-            raise ValueError(f"positions must be in [0, 2**62), got {first.min()} to {last.max() - 1}")
-        order = np.argsort(first, kind="stable")
-        first, reach = first[order], np.maximum.accumulate(last[order])
-        begins = np.concatenate([[True], first[1:] > reach[:-1]])
-        return Intervals(first[begins], reach[np.concatenate([begins[1:], [True]])])
+        if len(first) > 1:
+            order = first.argsort(kind="stable")
+            first, last = first[order], np.maximum.accumulate(last[order])
+        if first[0] < 0 or last[-1] > _LARGEST:
+            raise ValueError(f"positions must be in [0, 2**62), got {first[0]} to {last[-1] - 1}")
+        if len(first) == 1:
+            return Intervals(first, last)
+        begins = np.concatenate([_TRUE, first[1:] > last[:-1]])
+        return Intervals(first[begins], last[np.concatenate([begins[1:], _TRUE])])
 
     @staticmethod
     def from_positions(positions: npt.ArrayLike | Iterable[int]) -> Intervals:
@@ -123,9 +127,9 @@ class Intervals:
 
     def from_(self, position: int) -> Intervals:
         """Return the part at and after a position."""
-        first = int(np.searchsorted(self.stops, position, side="right"))
-        if not first and (not self or position <= self.starts[0]):
+        if not self or position <= self.starts[0]:
             return self
+        first = int(np.searchsorted(self.stops, position, side="right"))
         if first == len(self.starts):
             return EMPTY
         starts = self.starts[first:].copy()
@@ -262,6 +266,6 @@ def _numbers(data: bytes) -> Int64Array:
     return np.add.reduceat((groups & 127).astype(np.int64) << (7 * places), begins)
 
 
-_ZERO = np.zeros(1, np.int64)
+_ZERO, _TRUE = np.zeros(1, np.int64), np.ones(1, np.bool_)
 EMPTY = Intervals(np.zeros(0, np.int64), np.zeros(0, np.int64))
 """The empty set."""
