@@ -306,6 +306,21 @@ def test_two_starts_at_once_are_noticed_whatever_the_clock_says(
     assert problems == ["two starts of the run recorded at the same time: each row may have been seen by both"]
 
 
+@pytest.mark.parametrize("same", [True, False])
+def test_loaders_of_the_same_rows_are_separate_runs_in_other_folders(
+    ds: midepoch.Dataset, tmp_path: Path, same: bool
+) -> None:
+    folders = [tmp_path, tmp_path if same else tmp_path / "other"]
+    loaders = [ds.loader(4, audit=folder) for folder in folders]
+    passes = [iter(loader) for loader in loaders]
+    next(passes[0]), next(passes[1])
+    loaders[0].exclude(rows=[39])  # which begins another pass
+    assert len([*passes[0], *passes[1]]) == 18
+    problems = {problem for folder in folders for problem in read_run(folder).problems}
+    assert any(problem.startswith("two loaders of the same rows") for problem in problems) == same
+    assert same or read_run(folders[0]).epochs[0].complete
+
+
 @pytest.mark.parametrize("hours", [-1, 1])
 def test_a_clock_that_is_moved_between_starts_changes_no_verdict(
     ds: midepoch.Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hours: int

@@ -72,6 +72,35 @@ def test_weights_that_are_set_are_listed_and_the_run_stays_one(sources: dict[str
     assert [one["step"] for one in recorded["loaders"][0]["weight_changes"]] == [6, 13]
 
 
+@pytest.mark.parametrize("kind", ["shuffle", "best fit", "tokens"])
+def test_a_window_after_a_filter_is_completed_with_the_weights_before(tmp_path: Path, kind: str) -> None:
+    """A filter between the mix and a window draws any number of rows for it."""
+    rows = [{"id": range(a, a + 80), "input_ids": [[i + 1] * (1 + i % 6) for i in range(a, a + 80)]} for a in (0, 80)]
+    sources = {name: midepoch.from_dict(each).shuffle(seed=2) for name, each in zip("ab", rows, strict=True)}
+
+    def make(**options: Any) -> midepoch.Loader:
+        kept = midepoch.mix(sources, [1, 1], seed=1, stop="first").filter(lambda row: row["id"] % 7 != 2)
+        if kind == "shuffle":
+            return kept.shuffle(seed=1, window=10).loader(3, **options)
+        if kind == "best fit":
+            return kept.pack(16, strategy="best_fit", window=10).loader(1, **options)
+        return kept.loader(max_tokens=14, bucket_window=10, **options)
+
+    before, loader = list(make()), make(audit=tmp_path)
+    batches = iter(loader)
+    next(batches)
+    loader.set_weights({"a": 1, "b": 3})
+    resumed = make()
+    resumed.load_state_dict(loader.state_dict())
+    left = [batch["input_ids"] for batch in batches]
+    assert str(left[0]) == str(before[1]["input_ids"]) and str(left) != str(
+        [batch["input_ids"] for batch in before[1:]]
+    )
+    assert str(left) == str([batch["input_ids"] for batch in resumed])
+    epoch = read_run(tmp_path).epochs[0]
+    assert epoch.complete and epoch.once + epoch.dropped == 160
+
+
 def test_sources_without_names_are_listed_by_number(sources: dict[str, Any], tmp_path: Path) -> None:
     loader = midepoch.mix(list(sources.values()), [1, 1], seed=1).loader(10, audit=tmp_path)
     loader.set_weights([1, 3])

@@ -48,6 +48,27 @@ def test_rows_of_batches_that_are_formed_at_run_time_are_counted_once(ds: midepo
 SIZES = {0: 2, 5: 3, 12: 7}
 
 
+def test_the_order_of_batches_does_not_depend_on_where_a_resume_began_to_read() -> None:
+    """Rows of two kinds, Arrow arrays and lists of a function, are joined late: their parts have rows of others."""
+
+    def rows(first: int, stop: int) -> midepoch.Dataset:
+        ids = range(first, stop)
+        return midepoch.from_dict({"id": ids, "input_ids": [[0] * (1 + i % 6) for i in ids]})
+
+    def make() -> midepoch.Loader:
+        arrays = rows(0, 20).map(lambda row: {"more": row["id"]}).select_columns(["id", "input_ids"])
+        lists = rows(20, 40).map(lambda columns: {"input_ids": columns["input_ids"]}, batched=True, batch_size=4)
+        return midepoch.mix([arrays, lists.shuffle(seed=2)], seed=3).loader(max_tokens=14, bucket_window=7)
+
+    complete = [batch["id"].tolist() for batch in make()]
+    for step in range(1, len(complete)):
+        saved, resumed = make(), make()
+        for _ in zip(range(step), saved, strict=False):
+            pass
+        resumed.load_state_dict(saved.state_dict())
+        assert [batch["id"].tolist() for batch in resumed] == complete[step:]
+
+
 @pytest.mark.parametrize("last_batch", ["uneven", "drop", "pad"])
 @pytest.mark.parametrize("world", [1, 2])
 def test_the_length_of_lanes_follows_the_sizes(ds: midepoch.Dataset, last_batch: str, world: int) -> None:

@@ -920,3 +920,18 @@ def test_steps_that_are_excluded_before_an_epoch_are_left_out_also_after_set_epo
     assert [batch["id"].tolist() for batch in loader] == [expected[0], *expected[2:]]
     loader.set_epoch(epoch)
     assert len(list(loader)) == len(expected)  # the exclusion was for the steps that are over
+
+
+@pytest.mark.parametrize("steps", [25, 40])
+def test_rows_stay_excluded_when_lanes_begin_to_borrow(steps: int) -> None:
+    """A lane that has no rows any more reads those of all lanes in turn, in passes numbered like earlier ones."""
+    sources = [
+        midepoch.from_dict({"id": range(a, a + n)}).shuffle(seed=seed) for a, n, seed in ((0, 16, 8), (100, 13, 6))
+    ]
+    loader = midepoch.mix(sources, [2, 3], seed=1, stop="never").with_lanes(3).loader(6)
+    batches = iter(loader)
+    for _ in range(steps):
+        next(batches)
+    loader.exclude(rows={0: range(0, 16, 3), 1: range(0, 13, 2)})
+    after = {row for _, batch in zip(range(60), batches, strict=False) for row in batch["id"].tolist()}
+    assert not after & {*range(0, 16, 3), *range(100, 113, 2)}

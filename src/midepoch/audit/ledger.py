@@ -142,7 +142,7 @@ _MARK_SECONDS = 5.0
 _FIRST_MARK = 1.0  # each of the next comes after twice the time, up to _MARK_SECONDS
 _SEEN_SECONDS = 1.0
 _numbers = count(1)  # passes of this process
-_latest: dict[tuple[str, int], Ledger] = {}  # the ledger that began the last pass of a stream and rank in this process
+_latest: dict[tuple[Path, tuple[str, int]], Ledger] = {}  # that began the last pass of a stream and rank in a folder
 _ledgers: weakref.WeakSet[Ledger] = weakref.WeakSet()
 
 
@@ -320,7 +320,8 @@ class Ledger:
             self._lose(problem)
             return
         self.counters[Count.LOST], self._gap = int(self._gap), False
-        before, _latest[self._rows] = _latest.get(self._rows), self
+        place = self.folder.absolute(), self._rows
+        before, _latest[place] = _latest.get(place), self
         self._beside = self._how == "on" and before not in (None, self)
         if before is not None and before is not self:
             before._beside, before.due = True, 0.0  # if it continues with its own pass after this

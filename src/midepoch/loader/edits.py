@@ -181,6 +181,8 @@ def _sparing(before: PipelineSpec, after: PipelineSpec, cursor: Cursor) -> Curso
         at = made.at(made.count)
         gone = EMPTY if before.node.joins_rows else outputs_of_rows(made, after.excluded, lane.taken)
         reached = list(Reach(bundles, packing, lane).drawn(before.node, at, cursor.epoch, own))
+        from_here = Reach(bundles, packing, lane, again=True).drawn(before.node, lane.at, cursor.epoch, own)
+        first = {drawn[:3]: drawn.row for drawn in from_here}
         for drawn in reached:
             passes = [each[1:] for each in packing.opened or () if each[0] == drawn.leaf]
             last = (drawn.epoch, drawn.lane)
@@ -188,6 +190,7 @@ def _sparing(before: PipelineSpec, after: PipelineSpec, cursor: Cursor) -> Curso
             for epoch, shard in [*whole, last]:
                 key, rows = spared_key(drawn.leaf, epoch, shard.index), newly_excluded(drawn.leaf, epoch, shard)
                 rows = rows.before_(drawn.row) if (epoch, shard) == last else rows
+                rows = rows.from_(first.get((drawn.leaf, epoch, shard), 0))  # passes may have the key of an earlier one
                 spared[key] = spared.get(key, EMPTY).union(rows)
         excluded = lane.excluded.union(gone.minus(lane.ahead))
         edited = replace(lane, excluded=excluded, spared={key: rows for key, rows in spared.items() if rows})

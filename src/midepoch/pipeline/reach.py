@@ -258,10 +258,13 @@ def outputs_of_rows(pulled: Pulled, rows: Sequence[Intervals], first: int) -> In
 
 
 class Reach:
-    """Finds the rows that are drawn at a cursor of a lane, where groups are in progress."""
+    """Finds the rows that are drawn at a cursor of a lane, where groups are in progress.
 
-    def __init__(self, bundles: Bundles, packing: Packing, cursor: LaneCursor) -> None:
-        self._bundles, self._packing, self._spared = bundles, packing, cursor.spared
+    ``again``: without those that a resume makes again.
+    """
+
+    def __init__(self, bundles: Bundles, packing: Packing, cursor: LaneCursor, *, again: bool = False) -> None:
+        self._bundles, self._packing, self._spared, self._again = bundles, packing, cursor.spared, again
 
     def drawn(self, node: Node, at: FlowAt, epoch: int, lane: Shard, first_leaf: int = 0) -> Iterator[Drawn]:
         """Yield the rows of each source that are drawn. Groups in progress are run to their ends."""
@@ -270,7 +273,7 @@ class Reach:
             if not (isinstance(stage, Local) and stage.keeps_rows):
                 assert isinstance(at, StageAt)
                 count, at = _inputs_in_progress(stage, at.delivered), at.before
-                if count:
+                if count and not self._again:
                     inner = at
                     flow = open_flow(before, self._bundles, self._packing, epoch, lane, inner, self._spared, first_leaf)
                     taken = Puller(flow, inner, groups=True).take(count)
@@ -298,8 +301,8 @@ class Reach:
     def _row_after(self, leaf: Leaf, number: int, epoch: int, lane: Shard, row: int, outputs: int) -> int:
         """Return the row of a lane after those of its first outputs from a row on, and after their groups."""
         total = lane.before(leaf.rows)
-        if leaf.group is None or not outputs:
-            return min(row + (outputs > 0), total)
+        if leaf.group is None or not outputs or self._again:
+            return min(row + (outputs > 0 and not self._again), total)
         excluded, bundles = EMPTY, self._bundles
         if bundles.excluded and bundles.excluded[number]:
             spared = self._spared.get(spared_key(number, epoch, lane.index), EMPTY)

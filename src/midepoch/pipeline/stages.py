@@ -91,27 +91,26 @@ def bunches(items: Items, spec: Buckets, run: RunContext) -> Bunches:
             own = np.flatnonzero(items.which == number)
             lengths[own] = _lengths(items.batches[number].keep(items.places[own]), spec)
         rows: Batch | MixedRows = items
-        numbers = np.concatenate([batch.rows for batch in items.batches])
     else:
         rows = materialize(items)
-        lengths, numbers = _lengths(rows, spec), rows.rows
+        lengths = _lengths(rows, spec)
     if spec.column == HIDDEN:
         rows = rows.changed(_without) if isinstance(rows, MixedRows) else _without(rows)
     key = None
     if spec.shuffled:
-        key = derive(run.seed, run.epoch, "batches", _first(rows, numbers))
+        key = derive(run.seed, run.epoch, "batches", _number_of(materialize(rows.slice(0, 1))))
     try:
         made = spec.budget.split(lengths, key)
     except TooLongError as problem:
-        what = f"row {int(numbers[problem.place])} of the dataset" if isinstance(rows, Batch) else "a row"
+        what = f"row {int(rows.rows[problem.place])} of the dataset" if isinstance(rows, Batch) else "a row"
         raise too_long(problem.length, spec.budget, what) from None
     return Bunches(rows, made)
 
 
-def _first(rows: Batch | MixedRows, numbers: Int64Array) -> int:
+def _number_of(window: Batch) -> int:
     """Return a number of the first output of a window: there are no positions by which to know it."""
-    ordinal = 0 if not isinstance(rows, Batch) or rows.ordinals is None else int(rows.ordinals[0])
-    return (int(numbers[0]) + ordinal * 0x9E3779B97F4A7C15) & (2**64 - 1)
+    ordinal = 0 if window.ordinals is None else int(window.ordinals[0])
+    return (int(window.rows[0]) + ordinal * 0x9E3779B97F4A7C15) & (2**64 - 1)
 
 
 def _without(batch: Batch) -> Batch:
@@ -369,9 +368,8 @@ class Sliced:
 
 def _shuffled(batch: Batch, seed: int, epoch: int) -> Batch:
     """Shuffle a window of outputs. Its order depends on its first output, because there are no positions."""
-    ordinal = 0 if batch.ordinals is None else int(batch.ordinals[0])
-    index = (int(batch.rows[0]) + (ordinal * 0x9E3779B97F4A7C15)) & (2**64 - 1)
-    return batch.keep(Bijection(len(batch), derive(seed, epoch, "outputs", index))(np.arange(len(batch))))
+    key = derive(seed, epoch, "outputs", _number_of(batch))
+    return batch.keep(Bijection(len(batch), key)(np.arange(len(batch))))
 
 
 def _packed(batch: Batch, spec: PackSpec, packing: Packing) -> Batch:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,7 +13,7 @@ from midepoch.errors import CheckpointMismatchError
 from midepoch.order import Shard
 from midepoch.order.schedule import Schedule
 from midepoch.order.turns import MixOrder, spans
-from midepoch.pipeline.cursor import Cursor, FlowAt, HeldWeights, MixAt, PartAt, StageAt, are_weights, below
+from midepoch.pipeline.cursor import Cursor, FlowAt, HeldWeights, LaneCursor, MixAt, PartAt, StageAt, are_weights, below
 from midepoch.pipeline.mixed import ENDED, place_of
 from midepoch.pipeline.node import Learned, Local, Mix, Node, Slice, StageSpec
 from midepoch.pipeline.reach import start, up_to_done
@@ -146,17 +147,21 @@ def with_weights(
 
     node = Node(mix, spec.node.stages)
     new = replace(spec, node=node)
-    bundles = spec.bundles_here(shared=False) if cursor.has_done else None
+
+    def after(lane: LaneCursor, of: LaneContext) -> FlowAt:
+        if not lane.done:
+            with suppress(CheckpointMismatchError):  # as after a filter, which draws any number for a window: count it
+                return through(node, lane.at, 0, of, convert)
+        bundles = spec.bundles_here(shared=False)
+        made = up_to_done(spec.node, bundles, Packing(), of.epoch, of.lane, lane, None if lane.done else ())
+        need = _drawn(spec.node, lane.at, made.at(made.count))
+        return with_below(lane.at, convert(below(lane.at), need, of))
+
     lanes = {}
     try:
         for number, lane in cursor.lanes.items():
-            of, at = LaneContext(cursor.epoch, Shard(number, spec.lanes)), lane.at
-            if bundles is not None and lane.done:
-                made = up_to_done(spec.node, bundles, Packing(), cursor.epoch, of.lane, lane)
-                need = _drawn(spec.node, at, made.at(made.count))
-                lanes[number] = replace(lane, at=with_below(at, convert(below(at), need, of)))
-            else:
-                lanes[number] = replace(lane, at=through(node, at, 0, of, convert))
+            of = LaneContext(cursor.epoch, Shard(number, spec.lanes))
+            lanes[number] = replace(lane, at=after(lane, of))
     except CheckpointMismatchError:
         raise ValueError(
             f"set_weights: rows that the mix ({spec.node.text}) has drawn with earlier weights are not used up: by "
