@@ -7,7 +7,7 @@ import random
 from dataclasses import dataclass, replace
 from typing import Any
 
-from compositions import DRAWN, PIPELINES, REORDERED, Case
+from compositions import DRAWN, PIPELINES, REORDERED, ROWS, Case
 from midepoch.checkpoint import Keep
 from midepoch.loader.options import FEATURES, MEANINGLESS
 from simulation.cluster import Fault
@@ -272,6 +272,10 @@ def _with_more(plan: Plan, draws: random.Random) -> Plan:
         elif plan.pipeline in ("filter", "window") and plan.starts[0].world < 3:
             features, edit_at = ("schedule", "set_weights"), draws.choice((1, 3, 4, 5, 5))
             plan = replace(plan, pipeline="window", features=features, edit_at=edit_at)
+    if plan.pipeline == "rows" and not plan.features and draws.random() < 0.5:
+        calm = {"chooses": False, "looks": False, "drifts": False, "foolish": False, "probes": False}
+        leasing = tuple(replace(start, **calm) for start in plan.starts)
+        plan = replace(plan, features=("lease",), starts=leasing, edit_at=0)
     has, starts = set(plan.features).__contains__, list(plan.starts)
     if has("provenance") and draws.random() < 0.5:
         plan = replace(plan, format=None)
@@ -280,12 +284,21 @@ def _with_more(plan: Plan, draws: random.Random) -> Plan:
     if any(start.rots is not None for start in starts) and draws.random() < 0.5:
         plan = replace(plan, has_generators=True)
     if has("lease") and draws.random() < 0.6:
-        starts = [replace(start, eager=start.world > 1) for start in starts]
+        starts = [_eager(draws, start, is_last=start is starts[-1]) for start in starts]
     restores = not any(start.forgets for start in starts)  # else the ledger takes it for another run
     if plan.pipeline == "mix" and not _FIXED_MIX.intersection(plan.features) and restores and draws.random() < 0.5:
         plan = replace(plan, edit_at=0)
         starts = [replace(start, pipeline=draws.choice(("", REORDERED))) for start in starts]
     return replace(plan, starts=tuple(starts))
+
+
+def _eager(draws: random.Random, start: StartPlan, *, is_last: bool) -> StartPlan:
+    """Draw a start that may end when some ranks lease the next epoch."""
+    steps = ROWS // (start.world * start.size) + draws.choice((-1, 0, 0, 1, 2))
+    start = replace(start, eager=start.world > 1)
+    if is_last or not start.eager or draws.random() < 0.5:
+        return start
+    return replace(start, every=1, exit=Exit("kill", max(1, steps), draws.randrange(start.world)), faults=())
 
 
 _FIXED_MIX = {"lease", "provenance", "exclude steps", "set_weights", "schedule", "tokens at run time"}
