@@ -192,6 +192,13 @@ def _sparing(before: PipelineSpec, after: PipelineSpec, cursor: Cursor) -> Curso
                 rows = rows.before_(drawn.row) if (epoch, shard) == last else rows
                 rows = rows.from_(first.get((drawn.leaf, epoch, shard), 0))  # passes may have the key of an earlier one
                 spared[key] = spared.get(key, EMPTY).union(rows)
+        inside = sum(len(rows.minus(lane.spared.get(key, EMPTY))) for key, rows in spared.items())
+        if inside and not made.count:
+            _log.warning(
+                "exclude: up to %d of these rows are still delivered: a window or batch inside of a source has drawn "
+                "them, and is in progress.",
+                inside,
+            )
         excluded = lane.excluded.union(gone.minus(lane.ahead))
         edited = replace(lane, excluded=excluded, spared={key: rows for key, rows in spared.items() if rows})
         if made.count and _ends_with_all(before.node) and not _makes(after, cursor.epoch, own, edited, made.count):
