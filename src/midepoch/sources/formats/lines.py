@@ -29,6 +29,7 @@ from midepoch.sources.schemas import MIXED_REMEDY, lacking, nulls, widest
 from midepoch.storage.damage import DamageError, is_damage
 from midepoch.storage.stores import Entry, Store
 
+Bytes = npt.NDArray[np.uint8]
 Int64Array = npt.NDArray[np.int64]
 Problem = Callable[[bytes], str | None]
 """Function that returns the reason why rows cannot be read together, or None if they can."""
@@ -149,6 +150,8 @@ def without(data: bytes, ranges: list[tuple[int, int]]) -> bytes:
 
 
 SPACE = b" \t\r\n"
+_BLANK = np.frombuffer(SPACE, np.uint8)
+_COMMA = ord(",")
 _OPEN, _CLOSE = b"{}"  # and square brackets, which differ from them in one bit
 _CASE = 0x20
 
@@ -174,13 +177,8 @@ def elements(data: bytes, *, is_first: bool) -> Elements:
         brackets, depths = brackets[: closing[0]], depths[: closing[0]]
     stops = brackets[depths == 0] + 1
     starts = brackets[np.concatenate([[0], depths])[:-1] == 0][: len(stops)]
-    # White space and one comma come before each element, except the first one.
-    before = zip([0, *stops.tolist()], starts.tolist(), strict=False)
-    separated = [data[stop:start].strip(SPACE) == b"," for stop, start in before]
-    if is_first and separated:
-        separated[0] = not data[: starts[0]].strip(SPACE)
     values = np.frombuffer(data, np.uint8)
-    proper = np.array(separated, np.bool_) & (values[starts] == _OPEN) & (values[stops - 1] == _CLOSE)
+    proper = _separated(values, starts, stops, is_first) & (values[starts] == _OPEN) & (values[stops - 1] == _CLOSE)
     count = len(stops) if proper.all() else int(np.argmin(proper))
     last = int(stops[count - 1]) if count else 0
     is_end_wrong = end is not None and (data[end] != ord("]") or bool(data[last:end].strip(SPACE)))
@@ -189,18 +187,30 @@ def elements(data: bytes, *, is_first: bool) -> Elements:
     return Elements(starts, stops, end)
 
 
+def _separated(values: Bytes, starts: Int64Array, stops: Int64Array, is_first: bool) -> npt.NDArray[np.bool_]:
+    """Return True for each element that comes after one comma and white space, the first one without the comma."""
+    sizes = starts - np.concatenate([[0], stops])[: len(starts)]
+    owners = np.repeat(np.arange(len(starts)), sizes)
+    before = values[np.arange(len(owners)) + (starts - np.cumsum(sizes))[owners]]
+    signs = np.flatnonzero(~np.isin(before, _BLANK))
+    commas = np.ones(len(starts), np.int64)
+    commas[:is_first] = 0
+    proper: npt.NDArray[np.bool_] = np.bincount(owners[signs], minlength=len(starts)) == commas
+    proper[owners[signs[before[signs] != _COMMA]]] = False
+    return proper
+
+
 def bracket_depths(data: bytes) -> tuple[Int64Array, Int64Array]:
     """Return the positions of the brackets outside of strings, and the depth after each of them."""
     if b"\\" in data:  # outside of strings there is none in JSON; the parser refuses it
         data = data.replace(b"\\\\", b"__").replace(b'\\"', b"__")
     values = np.frombuffer(data, np.uint8)
     lowered = values | _CASE
-    brackets = np.flatnonzero((lowered == _OPEN | _CASE) | (lowered == _CLOSE | _CASE))
-    quotes = np.flatnonzero(values == _QUOTE)
-    if len(quotes):
-        brackets = brackets[np.searchsorted(quotes, brackets) % 2 == 0]
-    steps = np.where(lowered[brackets] == _OPEN | _CASE, 1, -1)
-    return brackets, np.cumsum(steps)
+    signs = np.flatnonzero((lowered == _OPEN | _CASE) | (lowered == _CLOSE | _CASE) | (values == _QUOTE))
+    are_quotes = values[signs] == _QUOTE
+    in_text = np.cumsum(are_quotes, dtype=np.uint8) & 1  # an even number stays even when it overflows
+    brackets = signs[~(are_quotes | in_text.astype(np.bool_))]
+    return brackets, np.cumsum(np.where(lowered[brackets] == _OPEN | _CASE, 1, -1))
 
 
 BLOCK_BYTES = 8 << 20
