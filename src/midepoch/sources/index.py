@@ -29,6 +29,7 @@ import pyarrow as pa
 
 from midepoch.errors import FormatError
 from midepoch.sources.formats import Chains, Values
+from midepoch.sources.schemas import as_arrow
 from midepoch.storage.cache_files import CacheSlot, atomic_write, read_or_make
 from midepoch.storage.stores import Entry
 
@@ -211,9 +212,7 @@ def save(index: Index, path: Path) -> None:
 
 
 def _batch(columns: Mapping[str, Int64Array]) -> pa.RecordBatch:
-    arrays = [np.ascontiguousarray(column) for column in columns.values()]
-    buffers = [pa.Array.from_buffers(pa.int64(), len(array), [None, pa.py_buffer(array)]) for array in arrays]
-    return pa.RecordBatch.from_arrays(buffers, names=list(columns))
+    return pa.RecordBatch.from_arrays(list(map(as_arrow, columns.values())), names=list(columns))
 
 
 def read_index(path: Path) -> Index | None:
@@ -231,9 +230,12 @@ def read_index(path: Path) -> Index | None:
         header = json.loads(blocks.schema.metadata[b"header"])
         if header["version"] != VERSION:
             return None
+        offsets, starts, ends = _arrays(blocks).values()
         return Index(
             IndexedFiles({name: _frozen(column) for name, column in header["files"].items()} | _arrays(files)),
-            *_arrays(blocks).values(),
+            offsets,
+            starts,
+            ends,
             schema_bytes=base64.b64decode(header["schema"]),
             nullable=frozenset(map(tuple, header["nullable"])),
             footers=footers.column(0),
@@ -286,6 +288,7 @@ class IndexedFiles(Sequence[IndexedFile]):
 
     def __init__(self, columns: Mapping[str, Any]) -> None:
         self.columns = columns
+        self.paths: Sequence[str] = columns["path"]
         self.size, self.mtime_ns, self.rows, self.blocks = (columns[name] for name in _NUMBERS)
 
     @staticmethod
@@ -306,12 +309,8 @@ class IndexedFiles(Sequence[IndexedFile]):
     def __getitem__(self, number: int | slice) -> IndexedFile | tuple[IndexedFile, ...]:
         if isinstance(number, slice):
             return tuple(self[i] for i in range(*number.indices(len(self))))
-        columns = self.columns.items()
-        return IndexedFile(**{name: int(each[number]) if name in _NUMBERS else each[number] for name, each in columns})
-
-    @property
-    def paths(self) -> Sequence[str]:
-        return self.columns["path"]
+        values = {name: column[number] for name, column in self.columns.items()}
+        return IndexedFile(**values | {name: int(values[name]) for name in _NUMBERS})
 
     @property
     def with_broken_lines(self) -> list[IndexedFile]:

@@ -13,17 +13,17 @@ Values are read from the buffers and not with ``Array.to_numpy``, which imports 
 from __future__ import annotations
 
 import copyreg
-from functools import cache, lru_cache
+from functools import lru_cache
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.types as pt
 
 from midepoch._internal.values import loaded
 from midepoch.read.columns import number_dtype
+from midepoch.sources.schemas import as_arrow
 
 _number_dtype = lru_cache(maxsize=64)(number_dtype)  # 5 µs otherwise
 
@@ -158,17 +158,6 @@ def flat_numbers(column: pa.Array) -> Any:
     if pt.is_boolean(column.type):
         return _bits(column.buffers()[1], column).astype(bool) if len(column) else np.empty(0, bool)
     return _view(column) if is_number(column.type) else column.to_numpy(zero_copy_only=False)
-
-
-def as_arrow(values: npt.NDArray[Any]) -> pa.Array:
-    """Return numbers as an Arrow array. Nothing is copied but booleans. (pa.array would import pandas.)"""
-    if values.dtype.kind == "b":
-        bits = np.packbits(values, bitorder="little")
-        return pa.Array.from_buffers(pa.bool_(), len(values), [None, pa.py_buffer(bits)])
-    return pa.Array.from_buffers(_arrow_type(values.dtype), len(values), [None, pa.py_buffer(values)])
-
-
-_arrow_type = cache(pa.from_numpy_dtype)
 
 
 def _view(column: pa.Array) -> Any:

@@ -20,7 +20,8 @@ import pyarrow as pa
 from midepoch._internal.hints import warn_once
 from midepoch._internal.values import loaded
 from midepoch.errors import ColumnError, MapError
-from midepoch.transforms.arrow_values import as_arrow, flat_numbers, is_list, plain_array
+from midepoch.sources.schemas import as_arrow
+from midepoch.transforms.arrow_values import flat_numbers, is_list, plain_array
 from midepoch.transforms.batch import Batch, Encoded, check_columns, join_columns, pick
 from midepoch.transforms.formats import Allocate, own_copy, room
 from midepoch.transforms.function import Function, RunContext

@@ -31,6 +31,7 @@ from midepoch.sources.formats.arrow_ipc import BatchReader, plain_table, walk
 from midepoch.sources.formats.records import BadSampleError, Bytes, Candidate, Decode, Int64Array, ShardFile, Values
 from midepoch.sources.formats.tokens import COLUMN
 from midepoch.sources.manifests import inside, read_manifest
+from midepoch.sources.schemas import as_arrow
 from midepoch.storage.stores import Entry, Store
 
 _ARROW_MAGIC = b"LDARW01\0"
@@ -332,9 +333,8 @@ class Tree:
             return pa.array([empty] * rows, pa.list_(pa.null()) if self.is_list else pa.struct([]))
         parts = [child.array(leaves, rows) for child in self.children]
         if self.is_list and len({part.type for part in parts}) == 1:
-            order = np.arange(rows * len(parts), dtype=np.int64).reshape(len(parts), rows).T.reshape(-1)
-            places = pa.Array.from_buffers(pa.int64(), len(order), [None, pa.py_buffer(order)])
-            values = pa.concat_arrays(parts).take(places)
+            places = np.arange(rows * len(parts)).reshape(len(parts), rows).T.reshape(-1)
+            values = pa.concat_arrays(parts).take(as_arrow(places))
             return pa.FixedSizeListArray.from_arrays(values, len(parts))
         return pa.StructArray.from_arrays(parts, names=list(self.names))
 
