@@ -14,7 +14,7 @@ import pyarrow as pa
 
 from midepoch.errors import ColumnError
 from midepoch.pipeline.leaf import Leaf
-from midepoch.read.blocks import plain_schema
+from midepoch.sources.schemas import plain_schema
 from midepoch.transforms import Batch, ColumnStep, FilterExpression, FilterRows, Step, Unbatch
 from midepoch.transforms.arrow_values import Paths, is_list, plain_type
 from midepoch.transforms.columns import Cast, common_type, converted, renamed_paths, same_type

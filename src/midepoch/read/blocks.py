@@ -22,8 +22,7 @@ from midepoch.read.columns import HeldBuffers, Memory
 from midepoch.sources import Source
 from midepoch.sources.formats.arrow_ipc import BatchReader
 from midepoch.sources.index import IndexedFile
-from midepoch.sources.schemas import holds_dictionary, plain_array
-from midepoch.sources.schemas import plain_schema as plain_schema
+from midepoch.sources.schemas import holds_dictionary, plain_array, plain_schema
 from midepoch.sources.source import fingerprint_of, in_place, view
 from midepoch.storage.damage import changed, is_damage, removed, retried
 

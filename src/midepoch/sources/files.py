@@ -129,9 +129,8 @@ def paths_of(paths: PathLike | Iterable[PathLike]) -> list[str]:
     if isinstance(paths, (str, os.PathLike)):
         return [check_path(paths)]
     package = type(paths).__module__.partition(".")[0]
-    if isinstance(paths, (bytes, Mapping)) or package in (*_NO_PATHS, "_io") or not isinstance(paths, Iterable):
-        raise TypeError(_not_a_path(paths))
-    if isinstance(paths, (list, tuple)) and paths and not isinstance(paths[0], (str, os.PathLike)):
+    is_other = isinstance(paths, (bytes, Mapping)) or package in (*_NO_PATHS, "_io") or not isinstance(paths, Iterable)
+    if is_other or (isinstance(paths, (list, tuple)) and paths and not isinstance(paths[0], (str, os.PathLike))):
         raise TypeError(_not_a_path(paths))
     within = paths if isinstance(paths, Generator) or is_array(paths) else None
     listed = [check_path(path, within) for path in paths]

@@ -19,8 +19,7 @@ from midepoch.order import SourceLayout
 from midepoch.order.shuffle import DEFAULT_WINDOW
 from midepoch.sources.filters import Filter
 from midepoch.sources.fingerprints import SKIPPED
-from midepoch.sources.formats import Block, InPlace, Room, decoded, format_named
-from midepoch.sources.formats import CacheSpec as CacheSpec
+from midepoch.sources.formats import Block, CacheSpec, InPlace, Room, decoded, format_named
 from midepoch.sources.index import MAPPED, Index, IndexedFile, IndexedFiles
 from midepoch.sources.names import KINDS
 from midepoch.storage.damage import DamageError, expired, is_damage, refusal

@@ -228,26 +228,23 @@ def check_same(call: str, result: Mapping[str, Any], before: Sequence[Mapping[st
     """
     if not before or (type(result) is type(before[0]) and result.keys() == before[0].keys()):
         return
-    if result.keys() != before[0].keys() or (result and _is_table(result) != _is_table(before[0])):
+    are_tables = [isinstance(each, TableColumns) for each in (result, before[0])]
+    if result.keys() != before[0].keys() or (result and are_tables[0] != are_tables[1]):
         raise DifferentColumnsError(
             f"{call} returned {_described(result)} for row {row} of the dataset but {_described(before[0])} for a row "
             "before. Return the same columns for every row, or leave rows out with filter()"
         )
 
 
-def _is_table(result: Mapping[str, Any]) -> bool:
-    return isinstance(result, TableColumns)
-
-
 def _described(result: Mapping[str, Any]) -> str:
     names = f"columns {sorted(result)}" if result else "None (no columns)"
-    return f"a table of {names}" if _is_table(result) else names
+    return f"a table of {names}" if isinstance(result, TableColumns) else names
 
 
 def _columns(results: Sequence[Mapping[str, Any]], column: Callable[[str], Any]) -> dict[str, Any]:
     """Return the columns of all results. ``column``: function that joins those of one name."""
     columns = {name: column(name) for name in results[0]} if results else {}
-    return TableColumns(columns) if results and _is_table(results[0]) else columns
+    return TableColumns(columns) if results and isinstance(results[0], TableColumns) else columns
 
 
 def _lengths(columns: Mapping[str, Any], prefix: str = "") -> dict[str, int]:

@@ -395,7 +395,7 @@ def leaf_encoding(text: str) -> Decode:
     name, _, argument = text.partition(":")
     if name in ("no_header_numpy", "no_header_tensor"):
         return partial(_flat, dtype=dtype_of(name, int(argument)))
-    return _LEAVES.get(name, _BINARY)
+    return _LEAVES.get(name, records.BINARY)
 
 
 def dtype_of(name: str, number: int) -> np.dtype[Any]:
@@ -501,11 +501,9 @@ _OF_DICTS = {0x10: 11, 0x11: 7, 0x12: 8, 0x13: 9, 0x14: 10}
 """Tags of scalars in lists of dicts, as tags of values."""
 
 
-_BINARY = partial(records.bytes_array, kind=pa.binary())
-_TEXT = partial(records.bytes_array, kind=pa.string())
 _LEAVES: dict[str, Decode] = {
-    "str": _TEXT,
-    "text": _TEXT,
+    "str": records.TEXT,
+    "text": records.TEXT,
     "bool": partial(records.scalars, dtype=np.dtype("?")),
     "int": partial(records.scalars, dtype=np.dtype("i8")),
     "float": partial(records.scalars, dtype=np.dtype("f8")),

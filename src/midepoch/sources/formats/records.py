@@ -10,6 +10,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -353,6 +354,10 @@ def bytes_array(values: Values, kind: pa.DataType) -> pa.Array:
         except pa.ArrowInvalid:
             raise BadSampleError(*_not_text(values)) from None
     return array
+
+
+BINARY = partial(bytes_array, kind=pa.binary())
+TEXT = partial(bytes_array, kind=pa.string())
 
 
 def _not_text(values: Values) -> tuple[int, str]:
