@@ -237,6 +237,16 @@ class Source:
         chosen = self.access.filter if self.access is not None else None
         return chosen.columns(self.schema) if chosen is not None else []
 
+    def unreadable(self, block: int, problem: Exception) -> CorruptBlockError:
+        """Return the error for a block of a mapped file."""
+        path = self.files.paths[int(self.file_blocks.searchsorted(block, side="right")) - 1]
+        what = f"the record batch at byte {self.offsets[block]}" if self.index.format == MAPPED else "a block"
+        first, stop = self.layout.block_starts[block : block + 2].tolist()
+        return CorruptBlockError(
+            f"{what} of {path} (rows {first} to {stop - 1} of the data) cannot be read: {problem}. Restore the file, "
+            'or pass on_error="skip" to leave it out.'
+        )
+
     def _remedy(self, number: int) -> str:
         first, stop = self.layout.block_starts[number : number + 2].tolist()
         return (

@@ -21,7 +21,7 @@ from midepoch._internal.hints import warn_once
 from midepoch._internal.values import loaded
 from midepoch.errors import ColumnError, MapError
 from midepoch.sources.schemas import as_arrow
-from midepoch.transforms.arrow_values import flat_numbers, is_list, plain_array
+from midepoch.transforms.arrow_values import flat_numbers, is_list, without_extension
 from midepoch.transforms.batch import Batch, Encoded, check_columns, join_columns, pick
 from midepoch.transforms.formats import Allocate, own_copy, room
 from midepoch.transforms.function import Function, RunContext
@@ -331,7 +331,7 @@ def _flat(name: str, column: Any) -> tuple[Any, Any]:
     if isinstance(column, Encoded):
         column = column.decode("python")
     elif isinstance(column, pa.Array):
-        column = plain_array(column)
+        column = without_extension(column)
     if isinstance(column, pa.Array) and is_list(column.type):
         import pyarrow.compute as pc
 
@@ -361,7 +361,7 @@ def _listed(column: Any, count: int) -> Any:
     if isinstance(column, Encoded):
         return [column.decode("python")]
     if isinstance(column, pa.Array):
-        return pa.LargeListArray.from_arrays(as_arrow(np.array([0, count])), plain_array(column))
+        return pa.LargeListArray.from_arrays(as_arrow(np.array([0, count])), without_extension(column))
     if isinstance(column, np.ndarray) and column.dtype != object:
         return column[None]
     return [list(column)]
