@@ -19,14 +19,14 @@ import pyarrow.parquet as pq
 import pytest
 
 import midepoch
-from data import numbered, write_arrow
+from data import calls_of, numbered, write_arrow
 from midepoch.errors import FormatError
 from midepoch.sources import Source
 from midepoch.sources import index as index_module
 from midepoch.sources.formats import Scanned
 from midepoch.sources.formats.arrow_ipc import ArrowFormat
 from midepoch.sources.formats.records import footer_parts
-from midepoch.sources.index import Index
+from midepoch.sources.index import Index, IndexedFile, IndexedFiles
 from midepoch.sources.lake import open_index
 from midepoch.storage.stores import Entry, Store
 from shard_files import FIXTURES
@@ -112,6 +112,20 @@ def test_damage_of_any_byte_is_noticed(tmp_path: Path) -> None:
         assert index_module.read_index(index) is None, at
     assert list(midepoch.from_files(path, index_dir=tmp_path / "ix")) == rows
     assert index.read_bytes() == data
+
+
+@pytest.mark.parametrize("more", [{}, {"etag": "e", "partition": (("x", 1),), "broken": 2, "broken_lines": (3, 4)}])
+def test_files_are_the_same_in_turn_and_one_by_one(more: dict[str, Any]) -> None:
+    files = [IndexedFile(f"{i}.csv", 10 * i, 100 + i, i, 1, "f", **more) for i in range(5)]
+    columns = IndexedFiles.of(files)
+    assert list(columns) == [columns[i] for i in range(5)] == files
+    assert columns[1:3] == tuple(columns.part(1, 3)) == tuple(files[1:3])
+    assert all(type(value) is int for value in columns[2][1:5])
+
+
+def test_files_take_few_calls_each() -> None:
+    columns = IndexedFiles.of(IndexedFile(f"{i}.csv", 1, 2, 3, 4, "f") for i in range(1000))
+    assert calls_of(lambda: list(columns)) < 3500
 
 
 def test_force(small_files: list[str], tmp_path: Path, count_scans: list[Path]) -> None:

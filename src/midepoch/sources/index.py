@@ -20,6 +20,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property, partial
+from itertools import repeat
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, overload
 
@@ -311,6 +312,12 @@ class IndexedFiles(Sequence[IndexedFile]):
             return tuple(self[i] for i in range(*number.indices(len(self))))
         values = {name: column[number] for name, column in self.columns.items()}
         return IndexedFile(**values | {name: int(values[name]) for name in _NUMBERS})
+
+    def __iter__(self) -> Iterator[IndexedFile]:
+        defaults = IndexedFile._field_defaults
+        columns = (self.columns.get(name, repeat(defaults.get(name))) for name in IndexedFile._fields)
+        lists = (column.tolist() if isinstance(column, np.ndarray) else column for column in columns)
+        return map(IndexedFile._make, zip(*lists, strict=False))
 
     @property
     def with_broken_lines(self) -> list[IndexedFile]:
