@@ -162,6 +162,8 @@ class Elements:
 
     starts: Int64Array
     stops: Int64Array
+    deepest: int
+    """The most brackets around a value, also of an element that is not complete."""
     end: int | None = None
     """The position of the bracket that closes the array, None if it is not in this text."""
     wrong: int | None = None
@@ -175,7 +177,7 @@ def elements(data: bytes, *, is_first: bool) -> Elements:
     end = int(brackets[closing[0]]) if len(closing) else None
     if end is not None:
         brackets, depths = brackets[: closing[0]], depths[: closing[0]]
-    stops = brackets[depths == 0] + 1
+    stops, deepest = brackets[depths == 0] + 1, int(depths.max(initial=0))
     starts = brackets[np.concatenate([[0], depths])[:-1] == 0][: len(stops)]
     values = np.frombuffer(data, np.uint8)
     proper = _separated(values, starts, stops, is_first) & (values[starts] == _OPEN) & (values[stops - 1] == _CLOSE)
@@ -183,8 +185,8 @@ def elements(data: bytes, *, is_first: bool) -> Elements:
     last = int(stops[count - 1]) if count else 0
     is_end_wrong = end is not None and (data[end] != ord("]") or bool(data[last:end].strip(SPACE)))
     if count < len(stops) or is_end_wrong:
-        return Elements(starts[:count], stops[:count], wrong=last)
-    return Elements(starts, stops, end)
+        return Elements(starts[:count], stops[:count], deepest, wrong=last)
+    return Elements(starts, stops, deepest, end)
 
 
 def _separated(values: Bytes, starts: Int64Array, stops: Int64Array, is_first: bool) -> npt.NDArray[np.bool_]:
@@ -231,13 +233,14 @@ def check_text(data: bytes) -> None:
 class Piece(NamedTuple):
     """Some rows of a file: their byte offset, the number of the first line or element, and their bytes.
 
-    ``is_cut``: it is known that they end with a row.
+    ``is_cut``: it is known that they end with a row. ``is_shallow``: ``check_depth`` would find nothing.
     """
 
     offset: int
     number: int
     data: bytes
     is_cut: bool = False
+    is_shallow: bool = False
 
 
 class Dialect:
@@ -271,6 +274,9 @@ class Dialect:
         """Return True if data ends with a row, not inside of one."""
         return True
 
+    def check_depth(self, data: bytes) -> None:
+        """Raise ``pa.ArrowException`` for values that are nested so deeply that ``parse`` would end the process."""
+
     def parse(self, data: bytes) -> pa.Table:
         """Return all rows. Raise ``pa.ArrowException`` or ``UnicodeDecodeError``."""
         raise NotImplementedError
@@ -282,6 +288,7 @@ class Dialect:
     def problem(self, data: bytes) -> str | None:
         """Return the reason why rows cannot be read. None if each can be read alone."""
         try:
+            self.check_depth(data)
             self.parse(data)
         except UnicodeDecodeError as problem:
             return f"it is not UTF-8 text: {problem}"
@@ -363,6 +370,8 @@ def _read(name: str, piece: Piece, dialect: Dialect, skip_damage: bool) -> tuple
     data = piece.data
     try:
         if piece.is_cut or dialect.is_closed(data):
+            if not piece.is_shallow:
+                dialect.check_depth(data)
             return dialect.parse(data), []
     except (pa.ArrowException, UnicodeDecodeError) as problem:
         if not is_damage(problem):
