@@ -246,6 +246,15 @@ def test_finding_elements_takes_no_call_for_each() -> None:
     assert calls_of(lambda: elements(data, is_first=True)) < 200
 
 
+def test_brackets_are_looked_for_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a.json").write_text(json.dumps([{"id": i, "list": [[i]]} for i in range(100)]))
+    sizes: list[int] = []
+    look = lines.bracket_depths
+    monkeypatch.setattr(lines, "bracket_depths", lambda data: (sizes.append(len(data)), look(data))[1])
+    assert len(midepoch.from_files(tmp_path / "a.json")) == 100
+    assert len([size for size in sizes if size > 10]) == 1  # and once for what comes after the array
+
+
 @pytest.mark.usefixtures("small_blocks")
 def test_mutated_text_is_what_json_load_reads_or_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Neither a crash nor a wrong row, and nothing that Python refuses is read."""
