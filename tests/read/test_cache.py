@@ -23,7 +23,7 @@ from forks import forked
 from midepoch.errors import CheckpointMismatchError
 from midepoch.read import cache
 from midepoch.read.cache import BlockCache, DiskShelf
-from midepoch.sources.source import CacheSpec
+from midepoch.sources import CacheSpec
 
 BLOCKS, ROWS = 12, 50
 

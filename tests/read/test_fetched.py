@@ -19,7 +19,7 @@ import pytest
 
 import midepoch
 from midepoch.read.cache import BlockCache, DiskShelf, MemoryShelf
-from midepoch.sources.source import CacheSpec, Source
+from midepoch.sources import CacheSpec, Source
 
 BLOCKS, ROWS = 30, 100
 

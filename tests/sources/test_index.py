@@ -19,14 +19,14 @@ import pyarrow.parquet as pq
 import pytest
 
 import midepoch
-from data import numbered, write_arrow
+from data import calls_of, numbered, write_arrow
 from midepoch.errors import FormatError
 from midepoch.sources import Source
 from midepoch.sources import index as index_module
 from midepoch.sources.formats import Scanned
 from midepoch.sources.formats.arrow_ipc import ArrowFormat
 from midepoch.sources.formats.records import footer_parts
-from midepoch.sources.index import Index
+from midepoch.sources.index import Index, IndexedFile, IndexedFiles
 from midepoch.sources.lake import open_index
 from midepoch.storage.stores import Entry, Store
 from shard_files import FIXTURES
@@ -56,7 +56,7 @@ def test_second_open_scans_nothing(small_files: list[str], tmp_path: Path, count
     assert len(count_scans) == 5
     assert np.array_equal(first.starts, second.starts)
     assert np.array_equal(first.offsets, second.offsets)
-    assert first.files == second.files
+    assert list(first.files) == list(second.files)
     assert first.starts[-1] == 37
 
 
@@ -98,6 +98,34 @@ def test_unusable_index_is_made_again(
     assert len(count_scans) == 10
     opened(small_files, tmp_path)
     assert len(count_scans) == 10  # and it was kept
+
+
+def test_damage_of_any_byte_is_noticed(tmp_path: Path) -> None:
+    """Also of the footers, which are decompressed long after the index was opened."""
+    path = tmp_path / "a.parquet"
+    pq.write_table(pa.table({"id": range(6), "text": ["a", "b", None] * 2}), path, row_group_size=2)
+    rows = list(midepoch.from_files(path, index_dir=tmp_path / "ix"))
+    (index,) = (tmp_path / "ix").glob("*.midepoch-index")
+    data = index.read_bytes()
+    for at in range(len(data)):
+        index.write_bytes(data[:at] + bytes([data[at] ^ 1 << at % 8]) + data[at + 1 :])
+        assert index_module.read_index(index) is None, at
+    assert list(midepoch.from_files(path, index_dir=tmp_path / "ix")) == rows
+    assert index.read_bytes() == data
+
+
+@pytest.mark.parametrize("more", [{}, {"etag": "e", "partition": (("x", 1),), "broken": 2, "broken_lines": (3, 4)}])
+def test_files_are_the_same_in_turn_and_one_by_one(more: dict[str, Any]) -> None:
+    files = [IndexedFile(f"{i}.csv", 10 * i, 100 + i, i, 1, "f", **more) for i in range(5)]
+    columns = IndexedFiles.of(files)
+    assert list(columns) == [columns[i] for i in range(5)] == files
+    assert columns[1:3] == tuple(columns.part(1, 3)) == tuple(files[1:3])
+    assert all(type(value) is int for value in columns[2][1:5])
+
+
+def test_files_take_few_calls_each() -> None:
+    columns = IndexedFiles.of(IndexedFile(f"{i}.csv", 1, 2, 3, 4, "f") for i in range(1000))
+    assert calls_of(lambda: list(columns)) < 3500
 
 
 def test_force(small_files: list[str], tmp_path: Path, count_scans: list[Path]) -> None:
@@ -240,4 +268,4 @@ def test_the_layout_of_footers_belongs_to_the_version(case: str, names: str, tmp
     midepoch.from_files(FIXTURES / case, index_dir=tmp_path)
     index = index_module.read_index(next(tmp_path.glob("*.midepoch-index")))
     assert index is not None
-    assert (index_module.VERSION, sorted(footer_parts(index.footer(1))[0])) == (13, names.split())
+    assert (index_module.VERSION, sorted(footer_parts(index.footer(1))[0])) == (14, names.split())

@@ -16,6 +16,7 @@ import datasets
 import pytest
 
 import midepoch
+from data import calls_of
 from midepoch.errors import FormatError
 from midepoch.sources.formats import lines
 from midepoch.sources.formats.lines import elements
@@ -237,6 +238,21 @@ def test_elements_are_found_from_any_cut(tmp_path: Path) -> None:
         values = [json.loads(text[a:b]) for a, b in zip(found.starts, found.stops, strict=True)]
         assert values == data[: len(values)]
         assert found.end == (len(text) - 1 if cut == len(text) else None)
+
+
+def test_finding_elements_takes_no_call_for_each() -> None:
+    data = json.dumps([{"id": i, "text": 'a "b"'} for i in range(10_000)])[1:].encode()
+    assert len(elements(data, is_first=True).stops) == 10_000
+    assert calls_of(lambda: elements(data, is_first=True)) < 200
+
+
+def test_brackets_are_looked_for_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a.json").write_text(json.dumps([{"id": i, "list": [[i]]} for i in range(100)]))
+    sizes: list[int] = []
+    look = lines.bracket_depths
+    monkeypatch.setattr(lines, "bracket_depths", lambda data: (sizes.append(len(data)), look(data))[1])
+    assert len(midepoch.from_files(tmp_path / "a.json")) == 100
+    assert len([size for size in sizes if size > 10]) == 1  # and once for what comes after the array
 
 
 @pytest.mark.usefixtures("small_blocks")

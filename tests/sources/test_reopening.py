@@ -16,7 +16,7 @@ import pytest
 
 import media_files
 import midepoch
-from data import write_arrow
+from data import calls_of, write_arrow
 from midepoch.errors import DataNotFoundError, FormatError
 from midepoch.sources import files, index, lake
 from shard_files import write_litdata, write_mds
@@ -103,6 +103,19 @@ def test_an_index_is_built_again_only_if_the_listing_differs(
     assert len(built) == 3
     open_()
     assert len(built) == 3
+
+
+def test_opening_again_takes_few_calls_for_each_file(tmp_path: Path) -> None:
+    """Five to list a file and to find its suffix: everything else is compared as columns."""
+    calls = []
+    for count in (100, 300):
+        folder = tmp_path / str(count)
+        first = write(folder / "0.parquet", range(2))
+        for number in range(1, count):
+            shutil.copyfile(first, folder / f"{number}.parquet")
+        midepoch.from_files(folder)
+        calls.append(calls_of(lambda folder=folder: midepoch.from_files(folder)))  # type: ignore[misc]
+    assert calls[1] - calls[0] < 5.5 * 200
 
 
 def test_new_removed_and_renamed_files_are_seen(folder: Path, tmp_path: Path, built: list[str]) -> None:

@@ -21,7 +21,7 @@ import midepoch
 from data import write_arrow
 from midepoch.read import cache
 from midepoch.read.cache import BlockCache, DiskShelf
-from midepoch.sources.source import CacheSpec
+from midepoch.sources import CacheSpec
 from midepoch.storage import cache_files
 from midepoch.storage.cache_files import LockFile, locked
 
@@ -41,7 +41,7 @@ midepoch.from_files(path, index_dir=folder)
 """,
     "block": """
 from midepoch.read.cache import BlockCache, DiskShelf
-from midepoch.sources.source import CacheSpec
+from midepoch.sources import CacheSpec
 import pyarrow as pa
 made = BlockCache(DiskShelf(CacheSpec(folder, 1 << 30), "k", lambda _: 0.0))
 with made._held(1, wait=True):

@@ -52,7 +52,7 @@ def info(
         "rows_in_files": source.rows,
         "files": len(source.files),
         "blocks": len(blocks),
-        "bytes": sum(file.size for file in source.files),
+        "bytes": int(source.files.size.sum()),
         "bytes_per_row": source.bytes_per_row,
         "read": "decoded" if source.fetched else "mapped",
         "fingerprint": source.fingerprint,

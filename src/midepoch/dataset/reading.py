@@ -20,8 +20,8 @@ from midepoch.pipeline.chunk import materialize
 from midepoch.pipeline.cursor import Cursor
 from midepoch.pipeline.leaf import Leaf
 from midepoch.pipeline.node import Local, Node
-from midepoch.read.blocks import plain_schema
 from midepoch.sources.lengths import lengths_of
+from midepoch.sources.schemas import plain_schema
 from midepoch.transforms import (
     Batch,
     Decode,

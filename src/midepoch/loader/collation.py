@@ -16,8 +16,8 @@ from midepoch.loader.options import PADDING, Options
 from midepoch.loader.provenance import PACKED, ROWS, DocumentIds, check_names, with_documents
 from midepoch.pipeline.chunk import Bunches, Items, RowRefs, materialize
 from midepoch.pipeline.spec import PipelineSpec
+from midepoch.sources.schemas import as_arrow
 from midepoch.transforms import Batch, finish, present, present_rows
-from midepoch.transforms.arrow_values import as_arrow
 from midepoch.transforms.formats import ITEMS, Allocate, as_tensor, can_repeat
 from midepoch.transforms.generators import Generators, Seeds
 from midepoch.transforms.provenance import DOCUMENTS, DocumentTable

@@ -12,8 +12,8 @@ from midepoch.errors import ColumnError
 from midepoch.pipeline.leaf import Leaf
 from midepoch.pipeline.node import Mix, Node
 from midepoch.pipeline.spec import PipelineSpec
+from midepoch.sources.schemas import as_arrow
 from midepoch.transforms import Batch
-from midepoch.transforms.arrow_values import as_arrow
 from midepoch.transforms.formats import as_tensor
 from midepoch.transforms.packing import PackSpec
 from midepoch.transforms.provenance import (

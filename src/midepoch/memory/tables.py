@@ -5,6 +5,7 @@ A folder of rows in the cache is written by one process, is complete or absent, 
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import os
 import shutil
@@ -308,11 +309,6 @@ def _canonical(column: pa.ChunkedArray, kind: pa.DataType) -> pa.Array:
     return taken(array, np.arange(len(array), dtype=np.int64))
 
 
-try:
-    import fcntl
-except ImportError:  # on Windows
-    fcntl = None  # type: ignore[assignment]
-
 KEPT_SECONDS = 60 * 24 * 3600.0
 """Time after which rows of memory that nobody has opened are removed. A generator's rows are kept."""
 _ROOM = "Make room, or choose another folder with cache_dir=… or the variable MIDEPOCH_CACHE."
@@ -353,11 +349,10 @@ def _opened_parts(folder: Path) -> Source:
     source = parts.open_parts(folder)
     if source is None:
         raise MidepochError(f"the cache {folder} has no rows. Delete this folder.")
-    if fcntl is not None:  # while this process uses the rows, nobody removes them
-        with suppress(OSError):
-            file = os.open(folder / parts.COMPLETE, os.O_RDONLY | os.O_CLOEXEC)
-            weakref.finalize(source, os.close, file).atexit = False
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    with suppress(OSError):  # while this process uses the rows, nobody removes them
+        file = os.open(folder / parts.COMPLETE, os.O_RDONLY | os.O_CLOEXEC)
+        weakref.finalize(source, os.close, file).atexit = False
+        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     return source
 
 
@@ -397,8 +392,7 @@ def _remove_unused(root: Path, kept: Path) -> None:
     for folder in root.iterdir():
         with suppress(OSError), open(folder / parts.COMPLETE, "rb") as file:
             if folder != kept and time.time() - os.fstat(file.fileno()).st_mtime > KEPT_SECONDS:
-                if fcntl is not None:
-                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # raises if it is in use
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # raises if it is in use
                 _remove(folder)
 
 

@@ -14,9 +14,9 @@ import pyarrow as pa
 
 from midepoch.errors import ColumnError
 from midepoch.pipeline.leaf import Leaf
-from midepoch.read.blocks import plain_schema
+from midepoch.sources.schemas import plain_schema
 from midepoch.transforms import Batch, ColumnStep, FilterExpression, FilterRows, Step, Unbatch
-from midepoch.transforms.arrow_values import Paths, is_list, plain_type
+from midepoch.transforms.arrow_values import Paths, is_list, type_without_extension
 from midepoch.transforms.columns import Cast, common_type, converted, renamed_paths, same_type
 from midepoch.transforms.packing import PackSpec
 
@@ -48,7 +48,7 @@ class Known:
         if not self.certain:
             return self.sequences
         plain = ((name, column) for name, column in self.columns.items() if not column.encoded)
-        return tuple(name for name, column in plain if is_list(plain_type(column.kind)))
+        return tuple(name for name, column in plain if is_list(type_without_extension(column.kind)))
 
     def listed(self) -> Known:
         """Return the columns of groups of rows as one row each."""
@@ -95,7 +95,7 @@ def _list_of(column: ReadColumn) -> ReadColumn:
 
 def _item_of(column: ReadColumn) -> ReadColumn:
     """Return the column of the items of lists. Null lists become no rows, so only nulls inside of lists count."""
-    kind = plain_type(column.kind)
+    kind = type_without_extension(column.kind)
     inner = getattr(kind, "value_type", pa.null())
     return ReadColumn(inner, frozenset(path[1:] for path in column.nulls if path))
 

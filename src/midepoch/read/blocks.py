@@ -16,14 +16,13 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from midepoch.errors import CorruptBlockError, DataChangedError
+from midepoch.errors import DataChangedError
 from midepoch.read.cache import bytes_of
 from midepoch.read.columns import HeldBuffers, Memory
 from midepoch.sources import Source
 from midepoch.sources.formats.arrow_ipc import BatchReader
 from midepoch.sources.index import IndexedFile
-from midepoch.sources.schemas import holds_dictionary, plain_array
-from midepoch.sources.schemas import plain_schema as plain_schema
+from midepoch.sources.schemas import holds_dictionary, plain_array, plain_schema
 from midepoch.sources.source import fingerprint_of, in_place, view
 from midepoch.storage.damage import changed, is_damage, removed, retried
 
@@ -188,12 +187,7 @@ class Blocks:
         except (pa.ArrowException, OSError, ValueError, EOFError, MemoryError) as problem:
             if not is_damage(problem, file.size):
                 raise
-            path = self._source.files.paths[number]
-            what = f"the record batch at byte {offset} of {path}" if self._format is None else f"a block of {path}"
-            raise CorruptBlockError(
-                f"{what} (rows {starts[block]} to {starts[block + 1] - 1} of the data) cannot be read: {problem}. "
-                'Restore the file, or pass on_error="skip" to leave it out.'
-            ) from None
+            raise self._source.unreadable(block, problem) from None
         mapped = _is_mapped(batch, [file, *(pa.py_buffer(slab.room) for slab in list(self._slabs.values())[-2:])])
         self._keep(block, batch, mapped)
         return batch, mapped

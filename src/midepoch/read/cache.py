@@ -23,7 +23,7 @@ import pyarrow as pa
 
 from midepoch._internal.hints import warn_once
 from midepoch.errors import CorruptBlockError, DataChangedError, FormatError
-from midepoch.sources.source import CacheSpec
+from midepoch.sources import CacheSpec
 from midepoch.storage.cache_files import LockFile, check_owner, is_network, make_private, sweep, temporary_path
 from midepoch.storage.damage import retried
 

@@ -155,8 +155,9 @@ def _key(source: Source, columns: Sequence[str]) -> str:
     digest = hashlib.blake2b(digest_size=12)
     for text in (source.fingerprint, chosen.digest if chosen else "", "\0".join(columns)):
         digest.update(text.encode() + b"\0\0")
-    for file in source.files:
-        digest.update(f"{file.path}\0{file.size}\0{file.mtime_ns}\0{file.etag}\0".encode())
+    digest.update(
+        "".join(f"{file.path}\0{file.size}\0{file.mtime_ns}\0{file.etag}\0" for file in source.files).encode()
+    )
     for array in (source.layout.block_starts, source.offsets):
         digest.update(np.ascontiguousarray(array).data)
     digest.update(source.index.schema_bytes)

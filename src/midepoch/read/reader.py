@@ -13,11 +13,11 @@ import pyarrow as pa
 from midepoch._internal.progress import Timings
 from midepoch.errors import CorruptBlockError
 from midepoch.order.epoch import BlockUses
-from midepoch.read.blocks import Blocks, plain_schema
+from midepoch.read.blocks import Blocks
 from midepoch.read.columns import Located, gatherer
 from midepoch.read.fetched import FetchedBlocks
 from midepoch.sources import Source
-from midepoch.sources.schemas import taken
+from midepoch.sources.schemas import plain_schema, taken
 
 Int64Array = npt.NDArray[np.int64]
 _log = logging.getLogger("midepoch")

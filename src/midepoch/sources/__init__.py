@@ -4,6 +4,7 @@ A ``Source`` is an ordered, fingerprinted set of blocks in files. The first open
 and saves them in an index. Later opens read only the index. The user's files are never written to.
 """
 
-from midepoch.sources.source import Access, CacheSpec, Source
+from midepoch.sources.formats import CacheSpec
+from midepoch.sources.source import Access, Source
 
 __all__ = ["Access", "CacheSpec", "Source"]

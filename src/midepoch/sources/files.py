@@ -9,6 +9,7 @@ import re
 from collections import Counter
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from operator import itemgetter
 from typing import Any
 
@@ -102,7 +103,7 @@ def find_files(store: Store, texts: Sequence[str], paths: Sequence[str], wanted:
     Globs and folders are sorted; a list keeps its order.
     """
     found = expand(store, paths, texts, wanted)
-    entries = tuple(entry for each in found for entry in each.entries)
+    entries = tuple(chain.from_iterable(each.entries for each in found))
     kinds = {each.kind: each.entries[0].path for each in found}
     if kinds.keys() & set(manifests.FORMATS):
         if len(kinds) > 1:
@@ -128,9 +129,8 @@ def paths_of(paths: PathLike | Iterable[PathLike]) -> list[str]:
     if isinstance(paths, (str, os.PathLike)):
         return [check_path(paths)]
     package = type(paths).__module__.partition(".")[0]
-    if isinstance(paths, (bytes, Mapping)) or package in (*_NO_PATHS, "_io") or not isinstance(paths, Iterable):
-        raise TypeError(_not_a_path(paths))
-    if isinstance(paths, (list, tuple)) and paths and not isinstance(paths[0], (str, os.PathLike)):
+    is_other = isinstance(paths, (bytes, Mapping)) or package in (*_NO_PATHS, "_io") or not isinstance(paths, Iterable)
+    if is_other or (isinstance(paths, (list, tuple)) and paths and not isinstance(paths[0], (str, os.PathLike))):
         raise TypeError(_not_a_path(paths))
     within = paths if isinstance(paths, Generator) or is_array(paths) else None
     listed = [check_path(path, within) for path in paths]
@@ -174,7 +174,7 @@ def _not_a_path(given: Any) -> str:
 def expand(store: Store, paths: Sequence[str], texts: Sequence[str], wanted: str | None) -> list[Expanded]:
     """Return the files that paths, folders and globs mean. ``texts`` are the paths as the user wrote them."""
     found = [each for path, text in zip(paths, texts, strict=True) for each in _expanded(store, path, text, wanted)]
-    check_utf8(*(entry.path for each in found for entry in each.entries))
+    check_utf8(*[entry[0] for each in found for entry in each.entries])
     return found
 
 

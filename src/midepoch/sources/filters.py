@@ -13,7 +13,7 @@ import numpy as np
 import pyarrow as pa
 
 from midepoch.errors import ColumnError
-from midepoch.sources.schemas import taken
+from midepoch.sources.schemas import as_arrow, taken
 
 if TYPE_CHECKING:
     import pyarrow.compute as pc
@@ -69,9 +69,8 @@ class Filter:
         try:
             return table.filter(self.expression)
         except pa.ArrowNotImplementedError:  # another column has a type that pyarrow cannot filter
-            numbers = pa.Array.from_buffers(pa.int64(), len(table), [None, pa.py_buffer(np.arange(len(table)))])
-            left = comparable(table.select(columns)).append_column("", numbers).filter(self.expression).column("")
-            places = left.combine_chunks().to_numpy()
+            numbered = comparable(table.select(columns)).append_column("", as_arrow(np.arange(len(table))))
+            places = numbered.filter(self.expression).column("").combine_chunks().to_numpy()
             arrays = [taken(pa.concat_arrays(column.chunks), places) for column in table.columns]
             return pa.table(arrays, schema=table.schema)
 

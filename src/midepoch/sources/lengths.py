@@ -185,11 +185,7 @@ def _mapped(source: Source, column: str, files: Callable[[int], pa.Buffer], firs
         except (pa.ArrowException, OSError, ValueError, EOFError, MemoryError) as problem:
             if not is_damage(problem, file.size):
                 raise
-            raise CorruptBlockError(
-                f"the record batch at byte {offset} of {source.files.paths[number]} (rows {starts[i]} to "
-                f"{starts[i + 1] - 1} of the data) cannot be read: {problem}. Restore the file, or pass "
-                'on_error="skip" to leave it out.'
-            ) from None
+            raise source.unreadable(first + i, problem) from None
     return builder.measured()
 
 

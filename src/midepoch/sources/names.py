@@ -104,9 +104,9 @@ def choose(
     Files named ``metadata`` belong to the media beside them, which are then the data even if there are other tables.
     The second value is the kind of media, or None.
     """
-    present = Counter(kind for kind in formats if kind is not None)
+    present = Counter(formats)
     media = [kind for kind in KINDS if present[kind]]
-    tables = [kind for kind in present if kind not in KINDS and kind != "text"]
+    tables = [kind for kind in present if kind not in (*KINDS, "text", None)]
     described = bool(tables) and bool(media) and any(is_metadata(entry[0]) for entry in visible)
 
     def of(kinds: Sequence[str]) -> list[Entry]:
@@ -267,10 +267,10 @@ def format_of(path: str, wanted: str | None = None) -> str | None:
 def formats_of(paths: list[str], wanted: str | None) -> list[str | None]:
     """Return the format of each path. Ten thousand files usually have one suffix, which is resolved a single time."""
     suffixes = [path.rpartition(".")[2] for path in paths]
-    plain = {suffix: "." + suffix.lower() not in COMPRESSIONS for suffix in set(suffixes)}
-    known = {suffix: format_of("x." + suffix, wanted) for suffix in plain}
+    formats = {suffix: format_of("x." + suffix, wanted) for suffix in set(suffixes)}
+    unclear = {suffix for suffix in formats if "/" in suffix or "." + suffix.lower() in COMPRESSIONS}
     return [
-        known[suffix] if plain[suffix] and "/" not in suffix else format_of(path, wanted)
+        format_of(path, wanted) if suffix in unclear else formats[suffix]
         for path, suffix in zip(paths, suffixes, strict=True)
     ]
 

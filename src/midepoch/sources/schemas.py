@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -124,14 +125,25 @@ def children(kind: pa.DataType) -> Iterator[pa.Field]:
 
 
 Int64Array = npt.NDArray[np.int64]
+_arrow_type = cache(pa.from_numpy_dtype)
+
+
+def as_arrow(values: npt.NDArray[Any]) -> pa.Array:
+    """Return numbers as an Arrow array: not by pa.array, which would import pandas.
+
+    Nothing is copied but booleans, and numbers that are not aligned or not one after the other.
+    """
+    if values.dtype.kind == "b":
+        bits = np.packbits(values, bitorder="little")
+        return pa.Array.from_buffers(pa.bool_(), len(values), [None, pa.py_buffer(bits)])
+    numbers = values if values.flags.aligned and values.flags.c_contiguous else values.copy()
+    return pa.Array.from_buffers(_arrow_type(values.dtype), len(values), [None, pa.py_buffer(numbers)])
 
 
 def taken(column: pa.Array, places: Int64Array) -> pa.Array:
     """Return the values at these places."""
     try:
-        # Not pa.array, which would import pandas.
-        numbers = pa.Array.from_buffers(pa.int64(), len(places), [None, pa.py_buffer(np.ascontiguousarray(places))])
-        return column.take(numbers)
+        return column.take(as_arrow(places))
     except pa.ArrowNotImplementedError:
         starts = np.flatnonzero(np.diff(places, prepend=-2) != 1)
         lengths = np.diff(starts, append=len(places)).tolist()

@@ -19,8 +19,7 @@ from midepoch.order import SourceLayout
 from midepoch.order.shuffle import DEFAULT_WINDOW
 from midepoch.sources.filters import Filter
 from midepoch.sources.fingerprints import SKIPPED
-from midepoch.sources.formats import Block, InPlace, Room, decoded, format_named
-from midepoch.sources.formats import CacheSpec as CacheSpec
+from midepoch.sources.formats import Block, CacheSpec, InPlace, Room, decoded, format_named
 from midepoch.sources.index import MAPPED, Index, IndexedFile, IndexedFiles
 from midepoch.sources.names import KINDS
 from midepoch.storage.damage import DamageError, expired, is_damage, refusal
@@ -237,6 +236,16 @@ class Source:
     def _filter_columns(self) -> list[str]:
         chosen = self.access.filter if self.access is not None else None
         return chosen.columns(self.schema) if chosen is not None else []
+
+    def unreadable(self, block: int, problem: Exception) -> CorruptBlockError:
+        """Return the error for a block of a mapped file."""
+        path = self.files.paths[int(self.file_blocks.searchsorted(block, side="right")) - 1]
+        what = f"the record batch at byte {self.offsets[block]}" if self.index.format == MAPPED else "a block"
+        first, stop = self.layout.block_starts[block : block + 2].tolist()
+        return CorruptBlockError(
+            f"{what} of {path} (rows {first} to {stop - 1} of the data) cannot be read: {problem}. Restore the file, "
+            'or pass on_error="skip" to leave it out.'
+        )
 
     def _remedy(self, number: int) -> str:
         first, stop = self.layout.block_starts[number : number + 2].tolist()

@@ -49,7 +49,7 @@ def try_settings(
     batch_sizes: Sequence[int],
     workers: Sequence[int],
     seconds: float,
-    report: Callable[[int, int], Any] | None = None,
+    report: Callable[[int, int], Any],
 ) -> list[Trial]:
     """Measure each setting for ``seconds`` seconds, in turn, after a first pass that is not counted."""
     settings = [(count, size) for count in workers for size in batch_sizes]
@@ -59,8 +59,7 @@ def try_settings(
         with ds.loader(size, num_workers=count, last_batch="uneven", persistent_workers=count > 0) as loader:
             _consume(loader, seconds)
             trials.append(Trial(count, size, loader.stats()))
-        if report is not None:
-            report(number, len(settings))
+        report(number, len(settings))
     return trials
 
 

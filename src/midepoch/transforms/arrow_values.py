@@ -13,17 +13,17 @@ Values are read from the buffers and not with ``Array.to_numpy``, which imports 
 from __future__ import annotations
 
 import copyreg
-from functools import cache, lru_cache
+from functools import lru_cache
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.types as pt
 
 from midepoch._internal.values import loaded
 from midepoch.read.columns import number_dtype
+from midepoch.sources.schemas import as_arrow
 
 _number_dtype = lru_cache(maxsize=64)(number_dtype)  # 5 µs otherwise
 
@@ -41,7 +41,7 @@ copyreg.pickle(pa.MonthDayNano, lambda interval: (_interval, tuple(interval)))
 
 def to_python(column: pa.Array) -> list[Any]:
     """Return the values as ``to_pylist`` does, up to 10 times faster for numbers and lists of numbers."""
-    column = plain_array(column)
+    column = without_extension(column)
     kind = column.type
     if is_number(kind) and not column.null_count:
         return _view(column).tolist()  # type: ignore[no-any-return]
@@ -66,7 +66,7 @@ def to_numpy(column: pa.Array, nullable: Paths, *, owned: bool, times: bool = Tr
     kind = column.type
     if isinstance(kind, pa.BaseExtensionType) and not isinstance(kind, pa.UuidType):
         paths = _inside(nullable, len(kind.shape)) if isinstance(kind, pa.FixedShapeTensorType) else nullable
-        return to_numpy(plain_array(column), paths, owned=owned, times=times)
+        return to_numpy(without_extension(column), paths, owned=owned, times=times)
     if not nullable and pt.is_fixed_size_list(kind) and is_number(kind.value_type):  # fast path for the common case
         values = items(column)
         if not column.null_count and not values.null_count:
@@ -93,7 +93,7 @@ def to_numpy(column: pa.Array, nullable: Paths, *, owned: bool, times: bool = Tr
     return to_python(column)
 
 
-def plain_array(column: pa.Array) -> pa.Array:
+def without_extension(column: pa.Array) -> pa.Array:
     """Return a column of an extension type as one of plain types with the same values. UUIDs are unchanged."""
     kind = column.type
     if not isinstance(kind, pa.BaseExtensionType) or isinstance(kind, pa.UuidType):
@@ -102,15 +102,15 @@ def plain_array(column: pa.Array) -> pa.Array:
         return column.storage.cast(pa.bool_())
     if isinstance(kind, pa.FixedShapeTensorType) and kind.shape and 0 not in kind.shape:
         return _nested(column)
-    return plain_array(column.storage)
+    return without_extension(column.storage)
 
 
-def plain_type(kind: pa.DataType) -> pa.DataType:
-    """Return the type of ``plain_array`` for a column of this type, which may be dictionary-encoded."""
+def type_without_extension(kind: pa.DataType) -> pa.DataType:
+    """Return the type of ``without_extension`` for a column of this type, which may be dictionary-encoded."""
     kind = kind.value_type if pt.is_dictionary(kind) else kind
     if not isinstance(kind, pa.BaseExtensionType):
         return kind
-    return plain_array(pa.ExtensionArray.from_storage(kind, pa.array([], kind.storage_type))).type
+    return without_extension(pa.ExtensionArray.from_storage(kind, pa.array([], kind.storage_type))).type
 
 
 def _nested(column: pa.Array) -> pa.Array:
@@ -158,17 +158,6 @@ def flat_numbers(column: pa.Array) -> Any:
     if pt.is_boolean(column.type):
         return _bits(column.buffers()[1], column).astype(bool) if len(column) else np.empty(0, bool)
     return _view(column) if is_number(column.type) else column.to_numpy(zero_copy_only=False)
-
-
-def as_arrow(values: npt.NDArray[Any]) -> pa.Array:
-    """Return numbers as an Arrow array. Nothing is copied but booleans. (pa.array would import pandas.)"""
-    if values.dtype.kind == "b":
-        bits = np.packbits(values, bitorder="little")
-        return pa.Array.from_buffers(pa.bool_(), len(values), [None, pa.py_buffer(bits)])
-    return pa.Array.from_buffers(_arrow_type(values.dtype), len(values), [None, pa.py_buffer(values)])
-
-
-_arrow_type = cache(pa.from_numpy_dtype)
 
 
 def _view(column: pa.Array) -> Any:

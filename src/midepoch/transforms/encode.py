@@ -17,7 +17,7 @@ import pyarrow as pa
 
 from midepoch._internal.hints import warn_once
 from midepoch.errors import MapError
-from midepoch.transforms.arrow_values import as_arrow
+from midepoch.sources.schemas import as_arrow
 from midepoch.transforms.batch import Batch
 from midepoch.transforms.formats import ITEM
 from midepoch.transforms.function import RunContext, failed, name_of

@@ -15,8 +15,8 @@ import pyarrow as pa
 from midepoch._internal.hints import warn_once
 from midepoch.errors import ColumnError, MapError
 from midepoch.sources.filters import Filter, comparable
-from midepoch.sources.schemas import taken
-from midepoch.transforms.arrow_values import as_arrow, flat_numbers
+from midepoch.sources.schemas import as_arrow, taken
+from midepoch.transforms.arrow_values import flat_numbers
 from midepoch.transforms.batch import Batch, join
 from midepoch.transforms.formats import arrow_column, present, present_rows
 from midepoch.transforms.function import Function, RunContext

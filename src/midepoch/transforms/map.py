@@ -20,7 +20,8 @@ import pyarrow as pa
 from midepoch._internal.hints import warn_once
 from midepoch._internal.values import loaded
 from midepoch.errors import ColumnError, MapError
-from midepoch.transforms.arrow_values import as_arrow, flat_numbers, is_list, plain_array
+from midepoch.sources.schemas import as_arrow
+from midepoch.transforms.arrow_values import flat_numbers, is_list, without_extension
 from midepoch.transforms.batch import Batch, Encoded, check_columns, join_columns, pick
 from midepoch.transforms.formats import Allocate, own_copy, room
 from midepoch.transforms.function import Function, RunContext
@@ -227,26 +228,23 @@ def check_same(call: str, result: Mapping[str, Any], before: Sequence[Mapping[st
     """
     if not before or (type(result) is type(before[0]) and result.keys() == before[0].keys()):
         return
-    if result.keys() != before[0].keys() or (result and _is_table(result) != _is_table(before[0])):
+    are_tables = [isinstance(each, TableColumns) for each in (result, before[0])]
+    if result.keys() != before[0].keys() or (result and are_tables[0] != are_tables[1]):
         raise DifferentColumnsError(
             f"{call} returned {_described(result)} for row {row} of the dataset but {_described(before[0])} for a row "
             "before. Return the same columns for every row, or leave rows out with filter()"
         )
 
 
-def _is_table(result: Mapping[str, Any]) -> bool:
-    return isinstance(result, TableColumns)
-
-
 def _described(result: Mapping[str, Any]) -> str:
     names = f"columns {sorted(result)}" if result else "None (no columns)"
-    return f"a table of {names}" if _is_table(result) else names
+    return f"a table of {names}" if isinstance(result, TableColumns) else names
 
 
 def _columns(results: Sequence[Mapping[str, Any]], column: Callable[[str], Any]) -> dict[str, Any]:
     """Return the columns of all results. ``column``: function that joins those of one name."""
     columns = {name: column(name) for name in results[0]} if results else {}
-    return TableColumns(columns) if results and _is_table(results[0]) else columns
+    return TableColumns(columns) if results and isinstance(results[0], TableColumns) else columns
 
 
 def _lengths(columns: Mapping[str, Any], prefix: str = "") -> dict[str, int]:
@@ -333,7 +331,7 @@ def _flat(name: str, column: Any) -> tuple[Any, Any]:
     if isinstance(column, Encoded):
         column = column.decode("python")
     elif isinstance(column, pa.Array):
-        column = plain_array(column)
+        column = without_extension(column)
     if isinstance(column, pa.Array) and is_list(column.type):
         import pyarrow.compute as pc
 
@@ -363,7 +361,7 @@ def _listed(column: Any, count: int) -> Any:
     if isinstance(column, Encoded):
         return [column.decode("python")]
     if isinstance(column, pa.Array):
-        return pa.LargeListArray.from_arrays(as_arrow(np.array([0, count])), plain_array(column))
+        return pa.LargeListArray.from_arrays(as_arrow(np.array([0, count])), without_extension(column))
     if isinstance(column, np.ndarray) and column.dtype != object:
         return column[None]
     return [list(column)]

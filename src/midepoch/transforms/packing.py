@@ -26,7 +26,8 @@ from midepoch._native import best_fit as fitted
 from midepoch._native import copy_ranges, fill_ranges, number_concatenated, number_ranges
 from midepoch.errors import ColumnError, MapError
 from midepoch.order.schedule import Schedule
-from midepoch.transforms.arrow_values import as_arrow, flat_numbers, is_list, is_number, items, list_ends
+from midepoch.sources.schemas import as_arrow
+from midepoch.transforms.arrow_values import flat_numbers, is_list, is_number, items, list_ends
 from midepoch.transforms.batch import Encoded, check_columns
 from midepoch.transforms.formats import array_of
 from midepoch.transforms.provenance import Pieces, sorted_pieces

@@ -87,9 +87,9 @@ class _Table:
         offset: int = struct.unpack_from("<H", self._data, self._vtable + slot)[0] if slot < self._size else 0
         return self.at + offset if offset else 0
 
-    def scalar(self, number: int, code: str, default: int = 0) -> int:
+    def scalar(self, number: int, code: str) -> int:
         where = self._where(number)
-        return int(struct.unpack_from(code, self._data, where)[0]) if where else default
+        return int(struct.unpack_from(code, self._data, where)[0]) if where else 0
 
     def has(self, number: int) -> bool:
         return bool(self._where(number))

@@ -200,5 +200,4 @@ def _reset() -> None:
     _files = _Files()
 
 
-if hasattr(os, "register_at_fork"):  # not on Windows, which has no fork
-    os.register_at_fork(after_in_child=_reset)
+os.register_at_fork(after_in_child=_reset)

@@ -29,6 +29,7 @@ from midepoch.sources.schemas import MIXED_REMEDY, lacking, nulls, widest
 from midepoch.storage.damage import DamageError, is_damage
 from midepoch.storage.stores import Entry, Store
 
+Bytes = npt.NDArray[np.uint8]
 Int64Array = npt.NDArray[np.int64]
 Problem = Callable[[bytes], str | None]
 """Function that returns the reason why rows cannot be read together, or None if they can."""
@@ -149,6 +150,8 @@ def without(data: bytes, ranges: list[tuple[int, int]]) -> bytes:
 
 
 SPACE = b" \t\r\n"
+_BLANK = np.frombuffer(SPACE, np.uint8)
+_COMMA = ord(",")
 _OPEN, _CLOSE = b"{}"  # and square brackets, which differ from them in one bit
 _CASE = 0x20
 
@@ -159,6 +162,8 @@ class Elements:
 
     starts: Int64Array
     stops: Int64Array
+    deepest: int
+    """The most brackets around a value, also of an element that is not complete."""
     end: int | None = None
     """The position of the bracket that closes the array, None if it is not in this text."""
     wrong: int | None = None
@@ -172,21 +177,29 @@ def elements(data: bytes, *, is_first: bool) -> Elements:
     end = int(brackets[closing[0]]) if len(closing) else None
     if end is not None:
         brackets, depths = brackets[: closing[0]], depths[: closing[0]]
-    stops = brackets[depths == 0] + 1
+    stops, deepest = brackets[depths == 0] + 1, int(depths.max(initial=0))
     starts = brackets[np.concatenate([[0], depths])[:-1] == 0][: len(stops)]
-    # White space and one comma come before each element, except the first one.
-    before = zip([0, *stops.tolist()], starts.tolist(), strict=False)
-    separated = [data[stop:start].strip(SPACE) == b"," for stop, start in before]
-    if is_first and separated:
-        separated[0] = not data[: starts[0]].strip(SPACE)
     values = np.frombuffer(data, np.uint8)
-    proper = np.array(separated, np.bool_) & (values[starts] == _OPEN) & (values[stops - 1] == _CLOSE)
+    proper = _separated(values, starts, stops, is_first) & (values[starts] == _OPEN) & (values[stops - 1] == _CLOSE)
     count = len(stops) if proper.all() else int(np.argmin(proper))
     last = int(stops[count - 1]) if count else 0
     is_end_wrong = end is not None and (data[end] != ord("]") or bool(data[last:end].strip(SPACE)))
     if count < len(stops) or is_end_wrong:
-        return Elements(starts[:count], stops[:count], wrong=last)
-    return Elements(starts, stops, end)
+        return Elements(starts[:count], stops[:count], deepest, wrong=last)
+    return Elements(starts, stops, deepest, end)
+
+
+def _separated(values: Bytes, starts: Int64Array, stops: Int64Array, is_first: bool) -> npt.NDArray[np.bool_]:
+    """Return True for each element that comes after one comma and white space, the first one without the comma."""
+    sizes = starts - np.concatenate([[0], stops])[: len(starts)]
+    owners = np.repeat(np.arange(len(starts)), sizes)
+    before = values[np.arange(len(owners)) + (starts - np.cumsum(sizes))[owners]]
+    signs = np.flatnonzero(~np.isin(before, _BLANK))
+    commas = np.ones(len(starts), np.int64)
+    commas[:is_first] = 0
+    proper: npt.NDArray[np.bool_] = np.bincount(owners[signs], minlength=len(starts)) == commas
+    proper[owners[signs[before[signs] != _COMMA]]] = False
+    return proper
 
 
 def bracket_depths(data: bytes) -> tuple[Int64Array, Int64Array]:
@@ -195,12 +208,11 @@ def bracket_depths(data: bytes) -> tuple[Int64Array, Int64Array]:
         data = data.replace(b"\\\\", b"__").replace(b'\\"', b"__")
     values = np.frombuffer(data, np.uint8)
     lowered = values | _CASE
-    brackets = np.flatnonzero((lowered == _OPEN | _CASE) | (lowered == _CLOSE | _CASE))
-    quotes = np.flatnonzero(values == _QUOTE)
-    if len(quotes):
-        brackets = brackets[np.searchsorted(quotes, brackets) % 2 == 0]
-    steps = np.where(lowered[brackets] == _OPEN | _CASE, 1, -1)
-    return brackets, np.cumsum(steps)
+    signs = np.flatnonzero((lowered == _OPEN | _CASE) | (lowered == _CLOSE | _CASE) | (values == _QUOTE))
+    are_quotes = values[signs] == _QUOTE
+    in_text = np.cumsum(are_quotes, dtype=np.uint8) & 1  # an even number stays even when it overflows
+    brackets = signs[~(are_quotes | in_text.astype(np.bool_))]
+    return brackets, np.cumsum(np.where(lowered[brackets] == _OPEN | _CASE, 1, -1))
 
 
 BLOCK_BYTES = 8 << 20
@@ -221,13 +233,14 @@ def check_text(data: bytes) -> None:
 class Piece(NamedTuple):
     """Some rows of a file: their byte offset, the number of the first line or element, and their bytes.
 
-    ``is_cut``: it is known that they end with a row.
+    ``is_cut``: it is known that they end with a row. ``is_shallow``: ``check_depth`` would find nothing.
     """
 
     offset: int
     number: int
     data: bytes
     is_cut: bool = False
+    is_shallow: bool = False
 
 
 class Dialect:
@@ -261,6 +274,9 @@ class Dialect:
         """Return True if data ends with a row, not inside of one."""
         return True
 
+    def check_depth(self, data: bytes) -> None:
+        """Raise ``pa.ArrowException`` for values that are nested so deeply that ``parse`` would end the process."""
+
     def parse(self, data: bytes) -> pa.Table:
         """Return all rows. Raise ``pa.ArrowException`` or ``UnicodeDecodeError``."""
         raise NotImplementedError
@@ -272,6 +288,7 @@ class Dialect:
     def problem(self, data: bytes) -> str | None:
         """Return the reason why rows cannot be read. None if each can be read alone."""
         try:
+            self.check_depth(data)
             self.parse(data)
         except UnicodeDecodeError as problem:
             return f"it is not UTF-8 text: {problem}"
@@ -353,6 +370,8 @@ def _read(name: str, piece: Piece, dialect: Dialect, skip_damage: bool) -> tuple
     data = piece.data
     try:
         if piece.is_cut or dialect.is_closed(data):
+            if not piece.is_shallow:
+                dialect.check_depth(data)
             return dialect.parse(data), []
     except (pa.ArrowException, UnicodeDecodeError) as problem:
         if not is_damage(problem):

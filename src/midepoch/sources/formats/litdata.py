@@ -31,6 +31,7 @@ from midepoch.sources.formats.arrow_ipc import BatchReader, plain_table, walk
 from midepoch.sources.formats.records import BadSampleError, Bytes, Candidate, Decode, Int64Array, ShardFile, Values
 from midepoch.sources.formats.tokens import COLUMN
 from midepoch.sources.manifests import inside, read_manifest
+from midepoch.sources.schemas import as_arrow
 from midepoch.storage.stores import Entry, Store
 
 _ARROW_MAGIC = b"LDARW01\0"
@@ -332,9 +333,8 @@ class Tree:
             return pa.array([empty] * rows, pa.list_(pa.null()) if self.is_list else pa.struct([]))
         parts = [child.array(leaves, rows) for child in self.children]
         if self.is_list and len({part.type for part in parts}) == 1:
-            order = np.arange(rows * len(parts), dtype=np.int64).reshape(len(parts), rows).T.reshape(-1)
-            places = pa.Array.from_buffers(pa.int64(), len(order), [None, pa.py_buffer(order)])
-            values = pa.concat_arrays(parts).take(places)
+            places = np.arange(rows * len(parts)).reshape(len(parts), rows).T.reshape(-1)
+            values = pa.concat_arrays(parts).take(as_arrow(places))
             return pa.FixedSizeListArray.from_arrays(values, len(parts))
         return pa.StructArray.from_arrays(parts, names=list(self.names))
 
@@ -395,7 +395,7 @@ def leaf_encoding(text: str) -> Decode:
     name, _, argument = text.partition(":")
     if name in ("no_header_numpy", "no_header_tensor"):
         return partial(_flat, dtype=dtype_of(name, int(argument)))
-    return _LEAVES.get(name, _BINARY)
+    return _LEAVES.get(name, records.BINARY)
 
 
 def dtype_of(name: str, number: int) -> np.dtype[Any]:
@@ -501,11 +501,9 @@ _OF_DICTS = {0x10: 11, 0x11: 7, 0x12: 8, 0x13: 9, 0x14: 10}
 """Tags of scalars in lists of dicts, as tags of values."""
 
 
-_BINARY = partial(records.bytes_array, kind=pa.binary())
-_TEXT = partial(records.bytes_array, kind=pa.string())
 _LEAVES: dict[str, Decode] = {
-    "str": _TEXT,
-    "text": _TEXT,
+    "str": records.TEXT,
+    "text": records.TEXT,
     "bool": partial(records.scalars, dtype=np.dtype("?")),
     "int": partial(records.scalars, dtype=np.dtype("i8")),
     "float": partial(records.scalars, dtype=np.dtype("f8")),

@@ -98,7 +98,7 @@ def _dtype(code: Any) -> str:
 
 def floats(values: Values) -> pa.Array:
     """Return floats that are stored as text."""
-    texts, found = records.bytes_array(values, pa.string()), []
+    texts, found = records.TEXT(values), []
     for number, text in enumerate(texts.to_pylist()):
         try:
             found.append(float(text))
@@ -107,24 +107,22 @@ def floats(values: Values) -> pa.Array:
     return pa.array(found, pa.float64())
 
 
-_BINARY = partial(records.bytes_array, kind=pa.binary())
-_TEXT = partial(records.bytes_array, kind=pa.string())
 _ENCODINGS: dict[str, Decode] = {
-    "bytes": _BINARY,
-    "str": _TEXT,
-    "str_int": _TEXT,
+    "bytes": records.BINARY,
+    "str": records.TEXT,
+    "str_int": records.TEXT,
     "str_float": floats,
-    "str_decimal": _TEXT,
-    "json": _TEXT,
+    "str_decimal": records.TEXT,
+    "json": records.TEXT,
     "pil": records.images,
-    "jpeg": _BINARY,
-    "png": _BINARY,
+    "jpeg": records.BINARY,
+    "png": records.BINARY,
     "jpeg_array": partial(records.image_lists, skipped=0),
     "jpegarray": partial(records.image_lists, skipped=0),
     "list[jpeg]": partial(records.image_lists, skipped=4),
     "list[png]": partial(records.image_lists, skipped=4),
     "list[pil]": partial(records.image_lists, skipped=4, convert=records.image_file),
-    "pkl": _BINARY,
+    "pkl": records.BINARY,
     "int": partial(records.scalars, dtype=np.dtype("int64")),
     **{name: partial(records.scalars, dtype=np.dtype(name)) for name in _CODES.values()},
 }

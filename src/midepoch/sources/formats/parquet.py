@@ -296,7 +296,7 @@ class Footer:
         except (pa.ArrowException, OSError, ValueError) as problem:
             raise unreadable(problem, f"{self._name}: its Parquet footer cannot be read: {problem}") from None
 
-    @property
+    @cached_property
     def rows(self) -> list[int]:
         """Number of rows of each row group."""
         return [self.metadata.row_group(i).num_rows for i in range(self.metadata.num_row_groups)]
@@ -316,7 +316,7 @@ class Footer:
         except (pa.ArrowException, OSError, ValueError) as problem:
             raise unreadable(problem, f"{self._name}: its Parquet schema cannot be read: {problem}") from None
 
-    @property
+    @cached_property
     def columns(self) -> list[pq.ColumnSchema]:
         return [self.metadata.schema.column(i) for i in range(len(self.metadata.schema))]
 

@@ -10,6 +10,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,6 +21,7 @@ from midepoch._native.ranges import copy_ranges
 from midepoch.errors import CorruptBlockError, DataNotFoundError, FormatError, MidepochError
 from midepoch.sources.formats import Member, Scanned, table_of
 from midepoch.sources.listing import files_at
+from midepoch.sources.schemas import as_arrow
 from midepoch.storage.damage import DamageError
 from midepoch.storage.stores import Entry, OpenFile, Store
 
@@ -339,26 +341,23 @@ def gathered(values: Values) -> Bytes:
     return out
 
 
-def buffer_of(array: npt.NDArray[Any]) -> pa.Buffer:
-    """Return an array as a buffer that is aligned to 8 bytes."""
-    if array.__array_interface__["data"][0] % 8:
-        array = array.copy()
-    return pa.py_buffer(array)
-
-
 def bytes_array(values: Values, kind: pa.DataType) -> pa.Array:
     """Return values as binary or text. Raise BadSampleError for bytes that are not UTF-8."""
     total = int(values.sizes.sum())
     if total > _MOST:
         raise BadSampleError(int(np.argmax(values.sizes)), f"a block of {total} bytes of one column is too large")
     ends = np.concatenate([np.zeros(1, np.int32), np.cumsum(values.sizes, dtype=np.int32)])
-    array = pa.Array.from_buffers(kind, len(values), [None, pa.py_buffer(ends), buffer_of(gathered(values))])
+    array = pa.Array.from_buffers(kind, len(values), [None, pa.py_buffer(ends), pa.py_buffer(gathered(values))])
     if pa.types.is_string(kind):
         try:
             array.validate(full=True)
         except pa.ArrowInvalid:
             raise BadSampleError(*_not_text(values)) from None
     return array
+
+
+BINARY = partial(bytes_array, kind=pa.binary())
+TEXT = partial(bytes_array, kind=pa.string())
 
 
 def _not_text(values: Values) -> tuple[int, str]:
@@ -370,18 +369,14 @@ def _not_text(values: Values) -> tuple[int, str]:
     raise AssertionError("Arrow refuses text that Python decodes")
 
 
-def numbers_array(flat: npt.NDArray[Any], dtype: np.dtype[Any]) -> pa.Array:
+def numbers_array(flat: Bytes, dtype: np.dtype[Any]) -> pa.Array:
     """Return bytes as an array of numbers, booleans, or pairs of floats for complex numbers."""
     if dtype.kind == "c":
         parts = numbers_array(flat, np.dtype(f"f{dtype.itemsize // 2}"))
         return pa.FixedSizeListArray.from_arrays(parts, 2)
-    count = len(flat) // dtype.itemsize
     if dtype.kind == "b":
-        bits = np.packbits(flat != 0, bitorder="little")
-        return pa.Array.from_buffers(pa.bool_(), count, [None, pa.py_buffer(bits)])
-    if dtype.byteorder == ">":
-        flat = flat.view(dtype).astype(dtype.newbyteorder("<")).view(np.uint8)
-    return pa.Array.from_buffers(pa.from_numpy_dtype(dtype.newbyteorder("=")), count, [None, buffer_of(flat)])
+        return as_arrow(flat != 0)
+    return as_arrow(flat.view(dtype).astype(dtype.newbyteorder("="), copy=False))
 
 
 def arrays(values: Values, dtype: np.dtype[Any], shapes: Int64Array) -> pa.Array:
@@ -395,8 +390,7 @@ def arrays(values: Values, dtype: np.dtype[Any], shapes: Int64Array) -> pa.Array
     for axis in reversed(range(shapes.shape[1])):
         lengths = np.repeat(shapes[:, axis], np.prod(shapes[:, :axis], axis=1))
         ends = np.concatenate([np.zeros(1, np.int32), np.cumsum(lengths, dtype=np.int32)])
-        offsets = pa.Array.from_buffers(pa.int32(), len(ends), [None, pa.py_buffer(ends)])
-        array = pa.ListArray.from_arrays(offsets, array)
+        array = pa.ListArray.from_arrays(as_arrow(ends), array)
     return array
 
 

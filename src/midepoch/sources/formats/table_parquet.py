@@ -26,8 +26,7 @@ import pyarrow.types as pt
 from midepoch.errors import FormatError
 from midepoch.sources.formats import Block, Format, Scanned, table_of
 from midepoch.sources.formats.parquet import ParquetFormat, footer_of
-from midepoch.sources.formats.records import numbers_array
-from midepoch.sources.schemas import children, has_large_text, large_text, plain_type, with_children
+from midepoch.sources.schemas import as_arrow, children, has_large_text, large_text, plain_type, with_children
 from midepoch.storage.stores import Entry, Store
 
 ID, NAMES = b"id", b"names"
@@ -269,7 +268,7 @@ class TableFormat(Format):
             names = list(dict.fromkeys(read.names))
             table = self._parquet.decode(store, inner, read, names)
             if keep is not None:
-                table = table.filter(numbers_array(keep, keep.dtype))
+                table = table.filter(as_arrow(keep))
             for each, at in places.items():
                 wanted, held = contents.schema.field(each), own.field(at)
                 arrays[each] = converted(table.column(held.name), held, wanted, schema.field(each).type, by_id=by_id)

@@ -301,11 +301,13 @@ class _JsonRows(Dialect):
     def count(self, data: bytes) -> int:
         return len(lines.elements(data, is_first=True).stops) if self._in_array else super().count(data)
 
+    def check_depth(self, data: bytes) -> None:
+        _, depths = lines.bracket_depths(data)
+        if depths.max(initial=0) > DEEPEST:
+            raise pa.ArrowInvalid(f"it has values nested in more than {DEEPEST} brackets")
+
     def parse(self, data: bytes) -> pa.Table:
         lines.check_text(data)
-        _, depths = lines.bracket_depths(data)
-        if len(depths) and depths.max() > DEEPEST:  # it would end the process
-            raise pa.ArrowInvalid(f"it has values nested in more than {DEEPEST} brackets")
         return _parse_json(data, None, in_array=self._in_array)
 
     def problem(self, data: bytes) -> str | None:
@@ -389,7 +391,7 @@ def _element_pieces(file: FilePieces) -> Iterator[Piece]:
         part, passed = lines.elements(rest, is_first=not number), 0
         if len(part.stops):
             first, passed = int(part.starts[0]), int(part.stops[-1])
-            yield Piece(offset + first, number, rest[first:passed])
+            yield Piece(offset + first, number, rest[first:passed], is_shallow=part.deepest <= DEEPEST)
             number += len(part.stops)
         enough = lines.BLOCK_BYTES if passed else 2 * len(rest)
         passed = passed if part.end is None else part.end + 1
