@@ -26,6 +26,13 @@ _HUB_RETRY = Retry(budget=660.0)
 """The Hub counts requests in windows of 5 minutes, and a wait lasts until the window ends. Two such waits fit."""
 
 
+def check_options(given: Any) -> None:
+    """Raise TypeError for ``storage_options`` that are not a dict. Their value may hold a secret."""
+    if not isinstance(given, Mapping | None):
+        kind = type(given).__name__
+        raise TypeError(f'storage_options takes a dict, as in storage_options={{"region": "eu-west-1"}}, got a {kind}.')
+
+
 def resolve(
     path: str, storage_options: Mapping[str, Any] | None = None, filesystem: Any = None, retry: Retry | None = None
 ) -> tuple[Store, str]:
@@ -33,6 +40,7 @@ def resolve(
     given, address = retry, Address(path)
     if not isinstance(given, Retry | None):
         raise TypeError(f"retry takes a midepoch.Retry, as in retry=midepoch.Retry(attempts=10), got {given!r:.60}")
+    check_options(storage_options)
     retry = given or Retry()
     check_utf8(path if "://" in path else os.path.abspath(path))
     if filesystem is not None:
