@@ -480,6 +480,7 @@ SILENT: Wrong = [
     (lambda ds: list(ds.map(lambda row: {1: row["id"]})), "names of columns are texts.*returned 1. Return {'name'"),
     (lambda ds: list(ds.map(lambda rows: {1: rows["id"]}, batched=True)), "names of columns are texts"),
     (lambda ds: list(ds.flat_map(lambda row: [{1: row["id"]}])), "names of columns are texts"),
+    (lambda ds: midepoch.mix({1: ds, 2: ds}), "names of sources are texts, got 1. Write '1'"),
     (lambda ds: ds.sort(lambda row: row["id"] or "none"), "sort: the function must return values of one type"),
     (lambda ds: ds["id"] == 3, r"compared.*ds\.filter\(pyarrow\.compute\.field\('id'\) == 3\)"),
 ]
@@ -625,7 +626,7 @@ def test_the_format_of_a_file_with_the_name_of_another(name: str, kind: str, tmp
         midepoch.from_files(tmp_path / name)
 
 
-@pytest.mark.parametrize("name", ["a.jsonl", "a.csv", "a.parquet"])
+@pytest.mark.parametrize("name", ["a.jsonl", "a.csv", "a.parquet", "a.txt"])
 def test_a_compressed_file_whose_name_does_not_say_so(name: str, tmp_path: Path) -> None:
     (tmp_path / name).write_bytes(gzip.compress(b'{"id": 1}\n'))
     with pytest.raises(midepoch.DataError, match=r"it is compressed. Rename it so that its name ends with \.gz"):

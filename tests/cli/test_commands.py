@@ -184,6 +184,8 @@ def test_diff(state: Path, files: list[Path], tmp_path: Path) -> None:
     assert "no function" in refused("diff", state, "--dataset", f"{tmp_path / 'make.py'}:third")
     broken = refused("diff", state, "--dataset", f"{tmp_path / 'make.py'}:broken")
     assert "'broken' in" in broken and "make.py:10: ZeroDivisionError: division by zero" in broken
+    (tmp_path / "make.py").write_text("1\nundefined\n")
+    assert "make.py:2: NameError" in refused("diff", state, "--dataset", f"{tmp_path / 'make.py'}:make")
     assert "one thing to compare with" in refused("diff", state)
 
 

@@ -9,7 +9,8 @@ import re
 import runpy
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -163,6 +164,19 @@ def refuse_function(*given: str) -> None:
         raise ValueError(f"{named} is a function, and not data: pass it as --dataset {named} (bench, diff, plan).")
 
 
+@contextmanager
+def _named(what: str) -> Iterator[None]:
+    """Say which code of the user failed, and where."""
+    try:
+        yield
+    except (MidepochError, ModuleNotFoundError):
+        raise
+    except Exception as problem:
+        last = traceback.extract_tb(problem.__traceback__)[-1]
+        place = f" at {last.filename}:{last.lineno}" * (not isinstance(problem, SyntaxError))  # which says where
+        raise ValueError(f"{what} failed{place}: {type(problem).__name__}: {problem}. Fix it.") from problem
+
+
 def made_by(name: str) -> Dataset | Loader:
     """Return the result of a function named as file.py:function or package.module:function."""
     from midepoch.dataset import Dataset
@@ -176,7 +190,10 @@ def made_by(name: str) -> Dataset | Loader:
         raise DataNotFoundError(f"there is no file {module}. Check the path.")
     sys.path.insert(0, str(Path(module).resolve().parent) if is_file else os.getcwd())
     try:
-        known = runpy.run_path(module, run_name="midepoch_cli") if is_file else vars(importlib.import_module(module))
+        with _named(module):
+            known = (
+                runpy.run_path(module, run_name="midepoch_cli") if is_file else vars(importlib.import_module(module))
+            )
     except ModuleNotFoundError as problem:
         if is_file:
             raise ValueError(f"{module} imports {problem.name}, which is not installed here. Install it.") from None
@@ -197,14 +214,8 @@ def made_by(name: str) -> Dataset | Loader:
         inspect.signature(factory).bind()
     except TypeError as problem:
         raise ValueError(f"{function!r} in {module} must be a function without arguments: {problem}.") from None
-    try:
+    with _named(f"{function!r} in {module}"):
         made = factory()
-    except MidepochError:
-        raise
-    except Exception as problem:
-        last = traceback.extract_tb(problem.__traceback__)[-1]
-        place = f"{last.filename}:{last.lineno}: {type(problem).__name__}: {problem}"
-        raise ValueError(f"{function!r} in {module} failed at {place}. Fix it, or name another function.") from problem
     made = made[0] if isinstance(made, tuple) and made else made
     made = getattr(made, "_loader", made)  # of a StructuredDataset
     if not isinstance(made, (Dataset, Loader)):
