@@ -279,6 +279,7 @@ TORCH: Wrong = [
     (lambda ds: ds.loader(4).load_state_dict(None), "state"),
     (lambda ds: ds.loader(4).load_state_dict({"model": 1}), "state"),
     (lambda ds: ds.loader(4).on_stats(3), "hook"),
+    (lambda ds: ds.loader(4).on_stats(lambda stats: None), r"calls hook\(stats, batches\), but .* takes other"),
     (lambda ds: len(ds.filter(len).loader(4)), "estimated_len"),
     (lambda ds: setattr(ds.loader(4), "batch_size", 8), r"batch_size = ….*ds\.loader"),
     (lambda ds: ds.loader(4).reset_state(), "reset_state.*set_epoch"),

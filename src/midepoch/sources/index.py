@@ -277,7 +277,7 @@ class IndexedFile(NamedTuple):
     broken_lines: tuple[int, ...] = ()
     """Line numbers of the first of them."""
     incomplete: bool = False
-    """What comes after its damage is not part of the data."""
+    """True if the blocks after its damage are not part of the data."""
 
 
 class IndexedFiles(Sequence[IndexedFile]):
