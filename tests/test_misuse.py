@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import gzip
 import io
 import operator
 import pickle
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
@@ -277,6 +279,7 @@ TORCH: Wrong = [
     (lambda ds: ds.loader(4).load_state_dict(None), "state"),
     (lambda ds: ds.loader(4).load_state_dict({"model": 1}), "state"),
     (lambda ds: ds.loader(4).on_stats(3), "hook"),
+    (lambda ds: ds.loader(4).on_stats(lambda stats: None), r"calls hook\(stats, batches\), but .* takes other"),
     (lambda ds: len(ds.filter(len).loader(4)), "estimated_len"),
     (lambda ds: setattr(ds.loader(4), "batch_size", 8), r"batch_size = ….*ds\.loader"),
     (lambda ds: ds.loader(4).reset_state(), "reset_state.*set_epoch"),
@@ -422,6 +425,17 @@ OPEN: Wrong = [
     (lambda _: midepoch.Keep(hours="6"), "number above 0, got '6'"),  # type: ignore[arg-type]
     (lambda _: midepoch.PipelineCheckpoint("x").load_checkpoint(), "restore_latest"),
     (lambda _: exec("from midepoch import StreamingDataset"), "StreamingDataset.*from_files"),
+    (lambda _: midepoch.from_files("s3://b/a", storage_options="key=a"), "storage_options takes a dict.*got a str"),  # type: ignore[arg-type]
+    (
+        lambda _: midepoch.PipelineCheckpoint("s3://b", storage_options="key=a"),  # type: ignore[arg-type]
+        "storage_options takes a dict.*got a str",
+    ),
+    (
+        lambda _: midepoch.from_dict({"a": torch.ones(2, dtype=torch.bfloat16)}),
+        "'a' cannot become.*to one type of Arrow, such as float32",
+    ),
+    (lambda _: midepoch.from_dict({"a": torch.ones(2, device="meta")}), "'a' cannot become.*meta tensor"),
+    (lambda _: midepoch.from_pandas(pd.DataFrame({"a": [1, "x"]})), r"from_pandas: \w.*column a.*astype"),
 ]
 
 INTERNAL = re.compile(
@@ -464,6 +478,11 @@ SILENT: Wrong = [
     (lambda ds: ds.cast_column("id", None), "'id' needs a type, got None.*'int32'"),
     (lambda ds: ds.rename_column("id", ""), "text that is not empty, got ''"),
     (lambda ds: ds.select_columns({"id": "n"}), "names of columns.*rename_columns"),
+    (lambda ds: list(ds.map(lambda row: {1: row["id"]})), "names of columns are texts.*returned 1. Return {'name'"),
+    (lambda ds: list(ds.map(lambda rows: {1: rows["id"]}, batched=True)), "names of columns are texts"),
+    (lambda ds: list(ds.flat_map(lambda row: [{1: row["id"]}])), "names of columns are texts"),
+    (lambda ds: midepoch.mix({1: ds, 2: ds}), "names of sources are texts, got 1. Write '1'"),
+    (lambda ds: ds.sort(lambda row: row["id"] or "none"), "sort: the function must return values of one type"),
     (lambda ds: ds["id"] == 3, r"compared.*ds\.filter\(pyarrow\.compute\.field\('id'\) == 3\)"),
 ]
 """Mistakes that could be accepted without a word, or fail far from their cause."""
@@ -608,6 +627,13 @@ def test_the_format_of_a_file_with_the_name_of_another(name: str, kind: str, tmp
         midepoch.from_files(tmp_path / name)
 
 
+@pytest.mark.parametrize("name", ["a.jsonl", "a.csv", "a.parquet", "a.txt"])
+def test_a_compressed_file_whose_name_does_not_say_so(name: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_bytes(gzip.compress(b'{"id": 1}\n'))
+    with pytest.raises(midepoch.DataError, match=r"it is compressed. Rename it so that its name ends with \.gz"):
+        midepoch.from_files(tmp_path / name)
+
+
 def test_a_filter_that_returns_none_says_so(ds: midepoch.Dataset, caplog: pytest.LogCaptureFixture) -> None:
     hints.forget_warnings()
     assert list(ds.filter(lambda row: print(end=""))) == []
@@ -699,6 +725,10 @@ def test_checkpoints_and_caches_inside_of_the_data_are_not_data(kind: str, tmp_p
         assert again.column_names == ["id"] and len(again) == 4
         resumed = again.loader(2)
         assert midepoch.PipelineCheckpoint(tmp_path / "checkpoints").restore_latest(resumed) == 7
+    with pytest.raises(midepoch.DataNotFoundError, match="has only hidden files, checkpoints or caches"):
+        midepoch.from_files(tmp_path / "checkpoints")
+    with pytest.raises(midepoch.DataNotFoundError, match="is the ledger of a run, which `midepoch audit` reads"):
+        midepoch.from_files(tmp_path / "run")
     (state,) = (tmp_path / "checkpoints").glob("step_7/data.json")
     assert len(midepoch.from_files(state)) == 1  # by its name
 
@@ -793,6 +823,8 @@ def test_what_is_easily_overlooked(ds: midepoch.Dataset, caplog: pytest.LogCaptu
     assert next(ds.loader(4, collate_fn=lambda rows: [x for x, y in rows])) == ["id"] * 4
     says("returned names of columns. A row is a dict")
     nulls = ds.map(lambda row: {"text": None if row["id"] == 3 else row["text"]})
+    ds.sort(lambda row: None)
+    says("sort: the function returned None for every row")
     assert list(nulls.tokenize(words()))[3]["input_ids"] == []
     says("some texts are null, and are tokenized as empty ones")
 

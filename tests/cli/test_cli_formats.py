@@ -68,4 +68,5 @@ def test_csv_files_with_another_delimiter(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text("a;b\n1;2\n")
     names = [each["name"] for each in of_json("info", tmp_path / "a.csv", "--format", "csv:;")["columns"]]
     assert names == ["a", "b"]
+    assert "pass --format $'csv:;'." in refused("info", tmp_path / "a.csv")
     assert "delimiter must be one ASCII character" in refused("info", tmp_path / "a.csv", "--format", "csv:")

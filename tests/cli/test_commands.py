@@ -55,6 +55,7 @@ def test_info(files: list[Path]) -> None:
     assert "nothing.parquet" in refused("info", "nothing.parquet")
     assert "--split" in refused("info", "someone/something")
     assert "files have no splits" in refused("info", *files, "--split", "test")
+    assert "these are files. Omit it" in refused("info", *files, "--config", "en")
 
 
 def test_info_of_what_datasets_saved(tmp_path: Path) -> None:
@@ -91,6 +92,7 @@ def test_peek_finds_rows_by_their_numbers_and_values(tmp_path: Path) -> None:
         ("--row", 70_000): "there is no row 70,000: there are 70,000 rows",
         ("--row", 1, "--where", "n = 1"): "use only one of --position, --row and --where",
         ("--row", 1, "--shuffle", 1): "without --shuffle",
+        ("--row", 1, "-n", 3): "Name each row, as in --row 3 --row 4",
         ("--where", "id = 17"): "--where id = 17 does not fit the columns: id is string.",
         ("--where", "id = doc"): "a text has quotes: id = 'doc'",
         ("--where", "meta.lang = null"): "Use: meta.lang is null",
@@ -174,11 +176,16 @@ def test_diff(state: Path, files: list[Path], tmp_path: Path) -> None:
     (tmp_path / "make.py").write_text(
         f"import midepoch\n\ndef make():\n    return midepoch.from_files({list(map(str, files))!r})"
         ".shuffle(seed=1, scope='rows').loader(7)\n\ndef other():\n    return 1\n"
+        "\ndef broken():\n    return 1 / 0\n"
     )
     found = call("diff", state, "--dataset", f"{tmp_path / 'make.py'}:make")
     assert found.exit_code == 0 and "would resume" in found.output
     assert "must return a dataset" in refused("diff", state, "--dataset", f"{tmp_path / 'make.py'}:other")
     assert "no function" in refused("diff", state, "--dataset", f"{tmp_path / 'make.py'}:third")
+    broken = refused("diff", state, "--dataset", f"{tmp_path / 'make.py'}:broken")
+    assert "'broken' in" in broken and "make.py:10: ZeroDivisionError: division by zero" in broken
+    (tmp_path / "make.py").write_text("1\nundefined\n")
+    assert "make.py:2: NameError" in refused("diff", state, "--dataset", f"{tmp_path / 'make.py'}:make")
     assert "one thing to compare with" in refused("diff", state)
 
 
@@ -222,6 +229,8 @@ def test_bench(files: list[Path], tmp_path: Path) -> None:
     )
     assert shown.exit_code == 0 and "recommended: loader(batch_size=8, num_workers=0)" in shown.output
     assert "--workers takes integers" in refused("bench", *files, "--workers", "x")
+    too_large = refused("bench", *files, "--workers", 0, "--seconds", 0.1, "--batch-size", 900)
+    assert "too few rows. Pass a smaller --batch-size" in too_large
     assert "pass the data" in refused("bench")
 
 
@@ -300,6 +309,7 @@ def test_what_a_tired_person_types(files: list[Path], tmp_path: Path) -> None:
     told = refused("info", tmp_path)
     assert "different formats" in told
     assert of_json("info", tmp_path, "--format", "parquet")["rows"] == 300  # the way out that the message names
+    assert "label: no column 'lang'. There are: id, text" in refused("report", files[0], "--label", "lang")
     assert "there is no folder" in refused("report", files[0], "-o", tmp_path / "nowhere" / "x.html")
     loader = midepoch.from_files(str(files[0])).filter(_even).loader(4)
     (tmp_path / "stream.json").write_text(json.dumps(loader.state_dict()))

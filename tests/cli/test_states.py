@@ -74,6 +74,22 @@ def test_output_of_the_trainer(output: Path, tmp_path: Path) -> None:
     assert "expected one state" in refused(output / "checkpoint-9" / "trainer_state.json")
 
 
+def test_the_state_of_one_of_several_ranks(ds: midepoch.Dataset, tmp_path: Path) -> None:
+    """A resume needs all of them, which the position does not show."""
+    filtered = ds.filter(lambda row: True)
+    for made, whose in ((filtered, "one of several ranks, with 1 of 2 lanes"), (midepoch.mix([ds, ds]), None)):
+        loaders = [made.loader(2, rank=rank, world_size=2, last_batch="uneven") for rank in range(2)]
+        states = [(next(loader), loader.state_dict())[1] for loader in loaders]
+        for state, expected in ((states[0], whose), (states, None)):
+            (tmp_path / "state.json").write_text(json.dumps(state))
+            assert (inspected(tmp_path / "state.json")["whose"] or "").partition(":")[0] == (expected or "")
+    loader = ds.loader(2, rank=1, world_size=2)
+    with loader.lease() as leases:
+        next(leases).ack()
+        (tmp_path / "state.json").write_text(json.dumps(loader.state_dict()))
+    assert inspected(tmp_path / "state.json")["whose"] == "rank 1 of 2: a resume needs the states of all ranks"
+
+
 def test_folder_of_a_run(ds: midepoch.Dataset, tmp_path: Path) -> None:
     loader = ds.loader(4, audit=str(tmp_path / "run"))
     next(loader)

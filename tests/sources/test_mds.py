@@ -188,6 +188,10 @@ def test_globs_and_braces_of_manifests_are_their_data(pattern: str, tmp_path: Pa
     assert in_order(midepoch.from_files(f"{tmp_path}/{pattern}")) == rows()
     shutil.rmtree(tmp_path / "b")
     write_litdata(tmp_path / "b", [{"id": 1}])
+    with pytest.raises(
+        FormatError, match=r"/a \(mds\), .*/b \(litdata\). Choose one of them by its folder, or open each"
+    ):
+        midepoch.from_files(tmp_path)
     with pytest.raises(FormatError, match=r"different formats: mds \(.*a/index.json\), litdata \(.*b/index.json"):
         midepoch.from_files(f"{tmp_path}/{pattern}")
 

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import datasets
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -17,7 +18,7 @@ import pytest
 import media_files
 import midepoch
 from data import calls_of, write_arrow
-from midepoch.errors import DataNotFoundError, FormatError
+from midepoch.errors import DataError, DataNotFoundError, FormatError
 from midepoch.sources import files, index, lake
 from shard_files import write_litdata, write_mds
 from token_files import write_megatron
@@ -184,6 +185,22 @@ def test_skipped_lines_are_named_by_every_opening(tmp_path: Path, caplog: pytest
     for number in range(1, 4):
         assert ids(midepoch.from_files(tmp_path / "a.jsonl", on_error="skip")) == [1, 2]
         assert sum("skipped 1 line" in message for message in caplog.messages) == number
+
+
+@pytest.mark.parametrize("kept", [0, 300, 12_000])
+def test_a_cut_split_is_named_by_every_opening(kept: int, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Also with ``on_error="skip"``, a split that was asked for is not left out without a word."""
+    rows = datasets.Dataset.from_dict({"id": list(range(3000))})
+    datasets.DatasetDict({"train": rows, "test": rows}).save_to_disk(tmp_path, max_shard_size="1GB")
+    (cut,) = tmp_path.glob("test/*.arrow")
+    os.truncate(cut, kept)
+    for number in range(1, 4):
+        ds = midepoch.load_from_disk(tmp_path, "train+test", on_error="skip")
+        assert sum(f"{cut} is damaged: " in message for message in caplog.messages) == number
+        empty = sum("split 'test' has no row" in message for message in caplog.messages)
+        assert empty == (number if len(ds) == 3000 else 0)
+    with pytest.raises(DataError, match=cut.name):
+        midepoch.load_from_disk(tmp_path, "train+test")
 
 
 def test_manifests_are_not_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import socket
 import zipfile
 from collections.abc import Iterator
 from functools import partial
@@ -16,7 +17,8 @@ from hypothesis import strategies as st
 
 import midepoch
 from midepoch.checkpoint.remote import Objects
-from midepoch.errors import DataNotFoundError
+from midepoch.errors import DataNotFoundError, FetchError
+from midepoch.storage import addresses
 from midepoch.storage.addresses import resolve
 from midepoch.storage.stores import Retry
 from s3 import Server, storage_options
@@ -97,6 +99,14 @@ def test_credentials_of_a_web_address_are_used_beside_given_options(web: WebServ
         (f"{user}/a;v=1.parquet", None),
     ):
         assert len(read(address, storage_options=options)) == 3
+
+
+def test_a_web_server_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(addresses, "_REQUEST", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = f"http://127.0.0.1:{silent.getsockname()[1]}/a.parquet"
+        with pytest.raises(FetchError, match=r"1 attempt in .*[Tt]imeout.*Check the address and the network"):
+            midepoch.from_files(address, retry=Retry(attempts=1))
 
 
 def test_missing_files_of_a_web_server_are_named_as_such(web: WebServer) -> None:

@@ -6,11 +6,12 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterator
 from itertools import pairwise
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from midepoch._internal.values import LARGEST, integer
 from midepoch.audit.consumed import Delivery
 from midepoch.audit.documents import Document
 from midepoch.audit.orders import KnownSource
@@ -49,6 +50,7 @@ def _place_of(run: Run, step: int, *, any_branch: bool = False) -> _Place:
     ``any_branch``: look for it among steps that were taken back, too, if it is in no other.
     """
     _check_ranks(run)
+    step = _integer(step, "step")
     if any_branch and step > run.steps:
         for one in reversed(run.every):
             if one.before < step <= one.before + one.most_steps:
@@ -160,8 +162,12 @@ def documents_of_row(run: Run, row: int, source: int | str = 0) -> list[Document
     return sorted(set(documents))  # a lease that was delivered again keeps its number
 
 
+def _integer(value: Any, what: str) -> int:
+    return integer(value, what, -LARGEST)
+
+
 def _check_row(source: KnownSource, row: int, name: str) -> None:
-    if not 0 <= row < source.numbered:
+    if not 0 <= _integer(row, "row") < source.numbered:
         raise DataNotFoundError(f"there is no row {row}: {name} has {source.numbered:,} rows.")
 
 
@@ -210,7 +216,7 @@ def steps_of_row(run: Run, row: int, source: int = 0) -> list[Delivery]:
     """Return every step that saw a row, epoch by epoch. ``source``: its number, if there are several."""
     _check_ranks(run)
     sources = run.sources
-    if not 0 <= source < len(sources):
+    if not 0 <= _integer(source, "source") < len(sources):
         raise DataNotFoundError(f"there is no source {source}: the run has {len(sources)}, counted from 0.")
     _check_row(sources[source], row, f"source {source}" if len(sources) > 1 else "the dataset")
     deliveries: list[Delivery] = []

@@ -29,6 +29,7 @@ from midepoch.checkpoint.files import FileSource, Sink
 from midepoch.checkpoint.manifest import Manifest
 from midepoch.errors import CheckpointDamagedError, CheckpointError, CheckpointNotFoundError, FetchError
 from midepoch.storage.address import check_folder
+from midepoch.storage.addresses import check_options
 
 NUMBER = "(0|[1-9][0-9]{0,18})"
 """Pattern of the number of a step in a name."""
@@ -130,6 +131,7 @@ class CheckpointStore(Protocol):
 def open_store(directory: str | os.PathLike[str], storage_options: Mapping[str, Any] | None) -> CheckpointStore:
     """Open a local folder or an address like ``s3://bucket/run``."""
     check_folder(directory)
+    check_options(storage_options)
     address = str(directory)
     if "://" in address and not address.startswith("file://"):
         from midepoch.checkpoint.remote import RemoteStore

@@ -32,7 +32,8 @@ COMMANDS: dict[str, tuple[Any, ...]] = {
 
 
 _INSTEAD = {
-    **dict.fromkeys(("--rows", "--limit", "--num", "--count", "--head"), "-n"),
+    "--rows": "-n, --row",
+    **dict.fromkeys(("--limit", "--num", "--count", "--head"), "-n"),
     **dict.fromkeys(("head", "show", "cat", "view", "print", "sample", "rows"), "peek"),
     **dict.fromkeys(("stats", "schema", "describe", "ls", "list"), "info"),
     **dict.fromkeys(("state", "checkpoint", "checkpoints"), "inspect"),
@@ -72,7 +73,7 @@ def _way_out(problem: Any) -> str:
     """Return what to type instead, for what people know from other programs. Nothing if it is not known."""
     text = problem.message
     if (option := getattr(problem, "option_name", "")) in _INSTEAD:
-        problem.possibilities = [_INSTEAD[option]]
+        problem.possibilities = _INSTEAD[option].split(", ")
     elif text.startswith("No such command"):
         wanted = _INSTEAD.get(text.split("'")[1])
         names = ", ".join(function.__name__ for functions in COMMANDS.values() for function in functions)

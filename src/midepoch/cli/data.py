@@ -8,13 +8,15 @@ import os
 import re
 import runpy
 import sys
-from collections.abc import Callable, Sequence
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from midepoch.errors import DataNotFoundError, FormatError
+from midepoch.errors import DataNotFoundError, FormatError, MidepochError
 
 if TYPE_CHECKING:
     from midepoch.dataset import Dataset
@@ -68,7 +70,7 @@ def open_data(
     given = {"storage_options": _pairs(storage) or None, **options}
     name, colon, value = (format or "").partition(":")
     if name.lower() in _READERS:
-        part = _part_of_files(split)
+        part = _part_of_files(split, config)
         return part(_tables_or_tokens(data, str(format), given))
     refuse_function(*data)
     path = Path(data[0]).expanduser()
@@ -83,7 +85,7 @@ def open_data(
                 f"there is no file or folder {data[0]}. For a Hugging Face dataset of that name pass --split."
             )
         return load_dataset(data[0], config, split=split, **options)
-    part = _part_of_files(split)
+    part = _part_of_files(split, config)
     has_delimiter = bool(colon) and name.lower() == "csv"
     if has_delimiter:
         given["delimiter"] = value
@@ -91,9 +93,9 @@ def open_data(
         paths = data[0] if len(data) == 1 else list(data)
         return part(from_files(paths, format=name if has_delimiter else format, **given))
     except (DataNotFoundError, FormatError) as problem:
-        if (call := re.search(rf"midepoch\.from_({'|'.join(_READERS)})\(", str(problem))) is None:
+        if (call := re.search(rf"midepoch\.from_({'|'.join(_READERS)})\(|delimiter='(.+?)'", str(problem))) is None:
             raise
-        option = f"{call[1]}:DTYPE:LENGTH" if call[1] == "tokens" else call[1]
+        option = f"{call[1]}:DTYPE:LENGTH" if call[1] == "tokens" else call[1] or f"$'csv:{call[2]}'"
         raise type(problem)(f"{problem} On the command line, pass --format {option}.") from None
 
 
@@ -127,10 +129,12 @@ def is_path(text: str) -> bool:
     return looks or os.path.exists(text) or text.count("/") > 1 or bool(Path(text).suffix)
 
 
-def _part_of_files(split: str | None) -> Callable[[Dataset], Dataset]:
+def _part_of_files(split: str | None, config: str | None) -> Callable[[Dataset], Dataset]:
     """Return a function that chooses the part of files that ``--split`` names."""
     from midepoch.sources.splits import parse_split
 
+    if config is not None:
+        raise ValueError("--config is for a Hugging Face dataset that is named, and these are files. Omit it.")
     if split is None:
         return lambda ds: ds
     if "[" not in split or not split.endswith("]"):
@@ -160,6 +164,19 @@ def refuse_function(*given: str) -> None:
         raise ValueError(f"{named} is a function, and not data: pass it as --dataset {named} (bench, diff, plan).")
 
 
+@contextmanager
+def _named(what: str) -> Iterator[None]:
+    """Say which code of the user failed, and where."""
+    try:
+        yield
+    except (MidepochError, ModuleNotFoundError):
+        raise
+    except Exception as problem:
+        last = traceback.extract_tb(problem.__traceback__)[-1]
+        place = f" at {last.filename}:{last.lineno}" * (not isinstance(problem, SyntaxError))  # which says where
+        raise ValueError(f"{what} failed{place}: {type(problem).__name__}: {problem}. Fix it.") from problem
+
+
 def made_by(name: str) -> Dataset | Loader:
     """Return the result of a function named as file.py:function or package.module:function."""
     from midepoch.dataset import Dataset
@@ -173,7 +190,10 @@ def made_by(name: str) -> Dataset | Loader:
         raise DataNotFoundError(f"there is no file {module}. Check the path.")
     sys.path.insert(0, str(Path(module).resolve().parent) if is_file else os.getcwd())
     try:
-        known = runpy.run_path(module, run_name="midepoch_cli") if is_file else vars(importlib.import_module(module))
+        with _named(module):
+            known = (
+                runpy.run_path(module, run_name="midepoch_cli") if is_file else vars(importlib.import_module(module))
+            )
     except ModuleNotFoundError as problem:
         if is_file:
             raise ValueError(f"{module} imports {problem.name}, which is not installed here. Install it.") from None
@@ -194,7 +214,8 @@ def made_by(name: str) -> Dataset | Loader:
         inspect.signature(factory).bind()
     except TypeError as problem:
         raise ValueError(f"{function!r} in {module} must be a function without arguments: {problem}.") from None
-    made = factory()
+    with _named(f"{function!r} in {module}"):
+        made = factory()
     made = made[0] if isinstance(made, tuple) and made else made
     made = getattr(made, "_loader", made)  # of a StructuredDataset
     if not isinstance(made, (Dataset, Loader)):

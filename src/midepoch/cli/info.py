@@ -104,7 +104,7 @@ _TEXT = 240
 def peek(
     data: Data,
     position: Annotated[int, typer.Option(min=0, help="The first position to show.")] = 0,
-    count: Annotated[int, typer.Option("--count", "-n", min=1, help="Number of rows.")] = 5,
+    count: Annotated[int | None, typer.Option("--count", "-n", min=1, help="Number of rows.  [default: 5]")] = None,
     row: Annotated[
         list[int] | None, typer.Option(min=0, help="This row, by its number before a shuffle. Repeatable.")
     ] = None,
@@ -144,6 +144,9 @@ def peek(
         raise ValueError(
             f"use only one of --position, --row and --where{', without --shuffle' * (shuffle is not None)}"
         )
+    if row and count is not None:
+        raise ValueError("-n is for --position and --where. Name each row, as in --row 3 --row 4.")
+    count = count or 5
     if data[1:] and data[-1].isdecimal() and not os.path.exists(data[-1]):
         raise ValueError(f"{data[-1]!r} is not a file. For row {data[-1]}, pass --row {data[-1]}.")
     if columns is not None and (stray := [one for one in data[1:] if one.isidentifier() and not os.path.exists(one)]):

@@ -130,6 +130,8 @@ def bench(
         trials = try_settings(
             ds, batch_sizes=_numbers(batch_sizes, "--batch-size", 1), workers=counts, seconds=seconds, report=report
         )
+    if not any(one.stats.rows_per_second for one in trials):
+        raise ValueError("no full batch could be measured: the data has too few rows. Pass a smaller --batch-size.")
     limit = None if ds.pipeline.numbered is None else find_limit(ds, seconds)
     best, why = advise(trials)
     rates = ("rows_per_second", "bytes_per_second")

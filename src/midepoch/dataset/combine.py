@@ -56,9 +56,12 @@ def mix(
         raise TypeError("mix got the weights before the sources. Swap them: mix(sources, weights).")
     names: tuple[str, ...] = ()
     if isinstance(sources, Mapping):
-        names, sources = tuple(map(str, sources)), list(sources.values())
+        names = tuple(map(str, sources))
         if len(set(names)) < len(names):
             raise ValueError(f"mix: two sources have the same name, got {', '.join(names)}")
+        if (wrong := next((name for name in sources if not isinstance(name, str)), None)) is not None:
+            raise TypeError(f"mix: names of sources are texts, got {wrong!r}. Write {str(wrong)!r}, or pass a list.")
+        sources = list(sources.values())
     if isinstance(weights, Mapping):
         if not names:
             raise TypeError(

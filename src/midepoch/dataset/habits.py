@@ -144,6 +144,7 @@ ATTRIBUTES = OPENERS | each_name(
         "format": "Use ds.pipeline.format, or with_format(…) to choose one.",
         "to_iterable_dataset, to_iter_dataset": "It is iterable, and resumable: for row in ds, or "
         "ds.loader(batch_size).",
+        "len": "Use len(ds).",
         "head, show": "Use ds[:5], ds.take(5), or `midepoch peek` in a shell.",
         "tail": "Use ds[-5:].",
         "limit": "Use ds.take(100).",

@@ -383,7 +383,12 @@ def _results(self: D, function: Callable[[dict[str, Any]], Any]) -> pa.ChunkedAr
             report(len(values), len(ds))
     if len(values) != len(ds):
         raise ColumnError(f"sort: {len(values)} of {len(ds)} rows can be read, and all are needed.")
-    return pa.chunked_array([pa.array(values)])
+    if values and all(value is None for value in values):
+        _log.warning("sort: the function returned None for every row, which keeps their order. Return the value.")
+    try:
+        return pa.chunked_array([pa.array(values)])
+    except (pa.ArrowException, TypeError, OverflowError) as problem:
+        raise ColumnError(f"sort: the function must return values of one type: {problem}.") from None
 
 
 def stratified(

@@ -6,7 +6,9 @@ import json
 import logging
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
+from inspect import signature
 from operator import length_hint
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -690,6 +692,11 @@ class Loader(Resumable):
         """
         if not callable(hook):
             raise TypeError(f"expected a hook, a function of stats and batches, got {hook!r}")
+        try:
+            with suppress(ValueError):  # of a function of C, which has no signature
+                signature(hook).bind(None, 0)
+        except TypeError:  # now, and not in the middle of the run
+            raise TypeError(f"on_stats calls hook(stats, batches), but {hook!r:.60} takes other arguments.") from None
         if not every >= 0:
             raise ValueError(f"every must be a number of seconds, got {every!r}")
         self._meter.on_stats(hook, every)

@@ -118,7 +118,8 @@ def from_pandas(
             table = pa.Table.from_pandas(frame, preserve_index=preserve_index)
         except (pa.ArrowException, TypeError, ValueError) as problem:
             raise ColumnError(
-                f"from_pandas: {problem}. Convert the column first: frame[name] = frame[name].astype(…)."
+                f"from_pandas: {'. '.join(map(str, problem.args))}. Convert the column first: frame[name] = "
+                "frame[name].astype(…)."
             ) from None
     return table_dataset(with_types(table, schema, "from_pandas"), "from_pandas", cache_dir)
 
@@ -165,10 +166,11 @@ def _array(name: str, values: Any, kind: pa.DataType | None, what: str) -> Any:
         if (whole := _fixed_lists(values)) is not None:
             return whole if kind is None else _cast(name, whole, kind, what)
         return pa.array(plain_values(values), kind)
-    except (pa.ArrowException, TypeError, ValueError, OverflowError) as problem:
+    except (pa.ArrowException, TypeError, ValueError, OverflowError, RuntimeError) as problem:
         raise ColumnError(
-            f"{what}: column {name!r} cannot become an Arrow column: {problem}. Convert its values to one type, or "
-            f"pass schema={{{name!r}: …}}. For images and other objects, use midepoch.from_map_style(rows)."
+            f"{what}: column {name!r} cannot become an Arrow column: {problem}. Convert its values to one type of "
+            f"Arrow, such as float32, or pass schema={{{name!r}: …}}. For images and other objects, use "
+            "midepoch.from_map_style(rows)."
         ) from None
 
 

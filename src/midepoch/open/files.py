@@ -210,6 +210,8 @@ def _of_splits(parts: Sequence[SplitPart], splits: Mapping[str, list[Path]], ope
     files = np.cumsum([0, *(len(splits[name]) for name in names)])
     ends = np.cumsum([0, *index.files.rows])[files].tolist()
     bounds = dict(zip(names, pairwise(ends), strict=True))
+    for name in [name for name, (first, end) in bounds.items() if first == end]:
+        _log.warning("split %r has no row: its files are empty or damaged", name)
     ranges = []
     for part in parts:
         first, end = bounds[part.split]

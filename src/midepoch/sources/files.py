@@ -223,11 +223,12 @@ def _expanded(store: Store, path: str, given: str, wanted: str | None) -> list[E
     visible = sorted(all_visible(found, path), key=itemgetter(0))  # by path
     if (manifest := manifests.chosen(store, path, visible, wanted)) is not None:
         return [_described(store, *manifest)]
-    return [_chosen(store, path, visible, wanted)]
+    otherwise = "has only hidden files, checkpoints or caches" if found else "is empty"
+    return [_chosen(store, path, visible, wanted, otherwise)]
 
 
-def _chosen(store: Store, path: str, visible: list[Entry], wanted: str | None) -> Expanded:
-    """Return the files of a folder that are the data."""
+def _chosen(store: Store, path: str, visible: list[Entry], wanted: str | None, otherwise: str) -> Expanded:
+    """Return the files of a folder that are the data. ``otherwise``: what the folder is if no file is visible."""
     name = store.name(path)
     formats = formats_of([each.path for each in visible], wanted)
     typed, kind = choose(name, visible, formats, wanted)
@@ -239,7 +240,7 @@ def _chosen(store: Store, path: str, visible: list[Entry], wanted: str | None) -
         typed = [each for each, named in zip(visible, formats, strict=True) if named is None]
     if not typed:
         others = ", ".join(sorted({os.path.splitext(each.path)[1] or each.path for each in visible})[:5])
-        contents = f"it contains only {others}" if others else "it is empty"
+        contents = f"it contains only {others}" if others else f"it {otherwise}"
         raise DataNotFoundError(
             f"no {wanted or 'data'} files in {name}: {contents}."
             f"{other_reader([each.path for each in visible]) or ' Check the path.'}"

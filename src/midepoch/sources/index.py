@@ -278,6 +278,8 @@ class IndexedFile(NamedTuple):
     """Number of unreadable lines, which are not part of the data."""
     broken_lines: tuple[int, ...] = ()
     """Line numbers of the first of them."""
+    incomplete: bool = False
+    """True if the blocks after its damage are not part of the data."""
 
 
 _NUMBERS = ("size", "mtime_ns", "rows", "blocks")
@@ -322,7 +324,15 @@ class IndexedFiles(Sequence[IndexedFile]):
     @property
     def with_broken_lines(self) -> list[IndexedFile]:
         """The files that have unreadable lines."""
-        return [self[i] for i, broken in enumerate(self.columns.get("broken", ())) if broken]
+        return self._having("broken")
+
+    @property
+    def incomplete(self) -> list[IndexedFile]:
+        """The files that are used up to their damage."""
+        return self._having("incomplete")
+
+    def _having(self, name: str) -> list[IndexedFile]:
+        return [self[i] for i, value in enumerate(self.columns.get(name, ())) if value]
 
     def part(self, first: int, stop: int) -> IndexedFiles:
         """Return the files ``first`` to ``stop``, excluded."""

@@ -135,6 +135,8 @@ def open_lake(
     for number in np.flatnonzero(index.files.blocks == 0).tolist():
         if (file := index.files[number]).fingerprint == SKIPPED:
             _log.warning("%s is damaged: all of its rows are left out", store.name(file.path))
+    for file in index.files.incomplete:
+        _log.warning("%s is damaged: only %d of its rows are used", store.name(file.path), file.rows)
     for file in index.files.with_broken_lines:
         more = ", …" if file.broken > len(file.broken_lines) else ""
         _log.warning(
@@ -238,8 +240,6 @@ def indexed(of: Files, chosen: Filter | None, *, skip_damage: bool, report: Prog
     footers = [b"" for _ in of.manifests]
     files = [IndexedFile(*each[:3], 0, 0, of.format) for each in of.manifests]
     for (entry, scan, values), passing in zip(work, counts, strict=True):
-        if not scan.complete:
-            _log.warning("%s is damaged: only %d of its rows are used", store.name(entry.path), sum(scan.rows))
         blocks = [i for i, count in enumerate(passing) if count or chosen is None]
         offsets += [scan.offsets[i] for i in blocks]
         ends += [-1 if (end := scan.end(i)) is None else end for i in blocks]
@@ -249,6 +249,7 @@ def indexed(of: Files, chosen: Filter | None, *, skip_damage: bool, report: Prog
             IndexedFile(
                 entry.path, entry.size, entry.mtime_ns, sum(passing), len(blocks), scan.fingerprint,
                 scan.dictionaries, scan.etag, values, len(scan.broken_lines), tuple(scan.broken_lines[:_NAMED_LINES]),
+                not scan.complete,
             )
         )  # fmt: skip
     return Index(

@@ -70,11 +70,13 @@ def chosen(store: Store, folder: str, found: Sequence[Entry], wanted: str | None
     outer = [entry for entry in named if os.path.dirname(entry.path).rstrip("/") == top]
     kinds = [manifest for entry in outer or named if (manifest := of_file(store, entry, wanted)) is not None]
     if len(kinds) > 1:
-        folders = sorted(store.name(os.path.dirname(entry.path)) for _, entry in kinds)
+        mixed = len({kind for kind, _ in kinds}) > 1
+        folders = sorted(store.name(os.path.dirname(entry.path)) + f" ({kind})" * mixed for kind, entry in kinds)
         listed = ", ".join(folders[:5]) + (", …" if len(folders) > 5 else "")
+        remedy = "open each and combine them with midepoch.mix" if mixed else "pass a list of folders"
         raise FormatError(
-            f"{store.name(folder)} contains {len(folders)} datasets with an index.json: {listed}. Choose one of them, "
-            "or pass a list of folders."
+            f"{store.name(folder)} contains {len(folders)} datasets with an index.json: {listed}. Choose one of them "
+            f"by its folder, or {remedy}."
         )
     if not kinds and outer and (wanted is not None or any(".mds" in entry.path for entry in found)):
         read_manifest(store, outer[0])

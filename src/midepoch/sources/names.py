@@ -286,6 +286,9 @@ def not_the_data(start: bytes, expected: str = "") -> str | None:
         return "it is a pointer of Git LFS, not the data. Run `git lfs pull`"
     if start.lstrip()[:14].lower().startswith((b"<!doctype html", b"<html")):
         return "it is an HTML page, not the data. Download it again, with a login if it needs one"
+    for magic, kind in ((b"\x1f\x8b", "gz"), (b"\x28\xb5\x2f\xfd", "zst"), (b"BZh91AY&SY", "bz2")):
+        if start.startswith(magic):
+            return f"it is compressed. Rename it so that its name ends with .{kind}"
     for magic, kind in ((b"PAR1\x15", "parquet"), (b"ARROW1\0", "arrow"), (b'{"', "jsonl")):
         if start.startswith(magic) and kind != expected:
             return f"its format is {kind}. Pass format={kind!r}, or rename it"
@@ -305,6 +308,8 @@ def other_reader(paths: list[str]) -> str:
     """Return the call that reads such files, as the last sentence of a message. Empty for files of other kinds."""
     if (reason := not_read(paths)) is not None:
         return f" {reason}"
+    if any(path.endswith(".ledger") for path in paths):
+        return " It is the ledger of a run, which `midepoch audit` reads. Pass the folder of the data."
     if any(".mds" in path for path in paths):
         return " Shards of MDS are read by their index.json: pass the folder that has it."
     suffixes = {os.path.splitext(path)[1].lower() for path in paths}

@@ -22,8 +22,17 @@ from midepoch.storage.open_files import FsspecHandler, is_foreign, options_of, r
 from midepoch.storage.stores import Retry, Store
 
 _NATIVE = {"s3", "gs", "gcs", "az", "abfs", "abfss"}
+_CONNECT, _REQUEST = 10.0, 30.0
+"""Seconds for a connection, and for the next bytes of an answer."""
 _HUB_RETRY = Retry(budget=660.0)
 """The Hub counts requests in windows of 5 minutes, and a wait lasts until the window ends. Two such waits fit."""
+
+
+def check_options(given: Any) -> None:
+    """Raise TypeError for ``storage_options`` that are not a dict. Their value may hold a secret."""
+    if not isinstance(given, Mapping | None):
+        kind = type(given).__name__
+        raise TypeError(f'storage_options takes a dict, as in storage_options={{"region": "eu-west-1"}}, got a {kind}.')
 
 
 def resolve(
@@ -33,6 +42,7 @@ def resolve(
     given, address = retry, Address(path)
     if not isinstance(given, Retry | None):
         raise TypeError(f"retry takes a midepoch.Retry, as in retry=midepoch.Retry(attempts=10), got {given!r:.60}")
+    check_options(storage_options)
     retry = given or Retry()
     check_utf8(path if "://" in path else os.path.abspath(path))
     if filesystem is not None:
@@ -179,7 +189,7 @@ def s3_options(options: Mapping[str, Any]) -> dict[str, Any]:
             found.setdefault("scheme", scheme)
         region = environment.get("AWS_REGION") or environment.get("AWS_DEFAULT_REGION") or "us-east-1"
         found.setdefault("region", region)
-    timeouts = {"connect_timeout": 10.0, "request_timeout": 30.0}
+    timeouts = {"connect_timeout": _CONNECT, "request_timeout": _REQUEST}
     return found | {name: float(found.get(name, seconds)) for name, seconds in timeouts.items()}
 
 
@@ -231,10 +241,13 @@ def _fsspec_options(link: Link) -> dict[str, Any] | None:
             f"{link._replace(query='').public} has a query that is not a signature, and queries are not saved in "
             "an index. Use the plain address, and storage_options (of fsspec's http file system) for the query"
         )
-    own: dict[str, Any] = {}
+    from aiohttp import ClientTimeout
+
+    # fsspec waits 300 s for each request, whether or not anything arrives, and makes several to look at a file.
+    own: dict[str, Any] = {"client_kwargs": {"timeout": ClientTimeout(sock_connect=_CONNECT, sock_read=_REQUEST)}}
     if link.userinfo:
         user = base64.b64encode(":".join(link.user).encode()).decode()
-        own["client_kwargs"] = {"headers": {"Authorization": f"Basic {user}"}}
+        own["client_kwargs"]["headers"] = {"Authorization": f"Basic {user}"}
     if link.parameters:
         own["params"] = {each.name: each.value for each in link.parameters}
     return own

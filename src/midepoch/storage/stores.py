@@ -20,7 +20,7 @@ import pyarrow as pa
 import pyarrow.fs as fs
 
 from midepoch._internal.hints import hinted_methods
-from midepoch._internal.values import integer
+from midepoch._internal.values import integer, reason
 from midepoch.errors import CorruptBlockError, DataNotFoundError, FetchError, MidepochError
 from midepoch.storage.address import Address, Secrets
 from midepoch.storage.damage import PAUSES, changed, is_damage, refusal, retry_after
@@ -212,7 +212,7 @@ class Store:
             except Exception as problem:
                 if not isinstance(problem, (MidepochError, OSError, pa.ArrowException)) and not is_foreign(problem):
                     raise
-                text, spent = self.secrets.clean(str(problem)), time.monotonic() - started
+                text, spent = self.secrets.clean(reason(problem)), time.monotonic() - started
                 cause = self._cause(problem, text.replace(path, ""))
                 pause = self._pause(problem, cause, attempt, spent)
                 attempt += 1
@@ -260,7 +260,7 @@ class Store:
         """Return the error for a problem that retries cannot solve."""
         if isinstance(problem, MidepochError):
             return self._cleaned(problem)
-        name, text = self.name(path), self.secrets.clean(str(problem))
+        name, text = self.name(path), self.secrets.clean(reason(problem))
         if cause == "gone":
             said = "" if isinstance(problem, (FileNotFoundError, NotADirectoryError)) else f": {text}"
             remedy = " Restore it, or open the dataset again with force_reindex=True." if what == "read" else ""

@@ -41,6 +41,7 @@ from midepoch.storage.cache_files import default_index_dir
 Int64Array = npt.NDArray[np.int64]
 _SHOWN_CHANGES = 8
 _MOST_SOURCES = 1 << 12
+_OF_ALL = ": a resume needs the states of all ranks"
 _OF_SHUFFLE = ("weights", "seed", "window", "aligned")
 """Fields that follow from the scope: if it differs, they add nothing."""
 
@@ -171,7 +172,7 @@ class StateSummary:
     """The next row and its file, if the data was found on this machine."""
     steps_left: int | None = None
     whose: str | None = None
-    """The worker or shard of the state, if it is not that of a complete run."""
+    """The worker, shard or rank of the state, if it is not that of a complete run."""
     changes: tuple[str, ...] = ()
     sources: tuple[str, ...] = ()
     batches: str | None = None
@@ -260,6 +261,10 @@ def describe(
         whose = f"worker {first['worker']} of {first['workers']} of a DataLoader, shards: {first['shards']}"
     elif first["shard"] is not None:
         whose = f"shard {first['shard']} of {first['shards']}"
+    elif len(several) == 1 and first.leased is not None and first.leased.shard.count > 1:
+        whose = f"rank {first.leased.shard.index} of {first.leased.shard.count}{_OF_ALL}"
+    elif len(several) == 1 and is_stream and first.cursor.begun and len(lanes) < first["lanes"]:
+        whose = f"one of several ranks, with {len(lanes)} of {first['lanes']} lanes{_OF_ALL}"
     return StateSummary(
         epoch=first["epoch"],
         position=position,

@@ -243,6 +243,8 @@ def _described(result: Mapping[str, Any]) -> str:
 
 def _columns(results: Sequence[Mapping[str, Any]], column: Callable[[str], Any]) -> dict[str, Any]:
     """Return the columns of all results. ``column``: function that joins those of one name."""
+    if results and (wrong := [name for name in results[0] if not isinstance(name, str)]):
+        raise MapError(f"names of columns are texts, and the function returned {wrong[0]!r}. Return {{'name': value}}.")
     columns = {name: column(name) for name in results[0]} if results else {}
     return TableColumns(columns) if results and isinstance(results[0], TableColumns) else columns
 
@@ -255,11 +257,11 @@ def _lengths(columns: Mapping[str, Any], prefix: str = "") -> dict[str, int]:
             found |= _lengths(column, f"{prefix}{name}.")
         elif not hasattr(column, "__len__") or isinstance(column, (str, bytes, Set)):
             raise MapError(
-                f"column {prefix + name!r} must be a sequence with one value for each row, got the "
+                f"column {f'{prefix}{name}'!r} must be a sequence with one value for each row, got the "
                 f"{type(column).__name__} {column!r:.60}. Return a list, or omit batched=True"
             )
         else:
-            found[prefix + name] = len(column)
+            found[f"{prefix}{name}"] = len(column)
     return found
 
 

@@ -25,6 +25,7 @@ import pyarrow as pa
 from midepoch.errors import FormatError
 from midepoch.sources.formats import Block, Scanned
 from midepoch.sources.formats.compressed import contents, damage_of, read_ranges, skip
+from midepoch.sources.names import not_the_data
 from midepoch.sources.schemas import MIXED_REMEDY, lacking, nulls, widest
 from midepoch.storage.damage import DamageError, is_damage
 from midepoch.storage.stores import Entry, Store
@@ -291,7 +292,7 @@ class Dialect:
             self.check_depth(data)
             self.parse(data)
         except UnicodeDecodeError as problem:
-            return f"it is not UTF-8 text: {problem}"
+            return not_the_data(data, "jsonl") or f"it is not UTF-8 text: {problem}"
         except pa.ArrowException as problem:
             if not is_damage(problem):
                 raise

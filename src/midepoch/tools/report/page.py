@@ -32,6 +32,7 @@ from midepoch.order import EpochOrder, Order, Selection, Shuffle, SourceLayout, 
 from midepoch.pipeline.spec import PipelineSpec
 from midepoch.storage.address import Address
 from midepoch.tools.report.now import curves, names_of, now
+from midepoch.transforms.batch import check_columns
 
 Int64Array = npt.NDArray[np.int64]
 _MOST_FILES = 400
@@ -211,6 +212,7 @@ def _shuffle(
     if ds is not None and label is not None:
         everything = Order(Selection.of_ranges([(0, ds.pipeline.source.rows)]))
         plain = Dataset(PipelineSpec.of(replace(ds.pipeline.base, order=everything)))
+        check_columns([label], plain.column_names, "label")
         column = plain.select_columns([label]).with_format("arrow")
 
         def labels(rows: Int64Array) -> Any:
