@@ -293,7 +293,7 @@ class KnownOrder:
 
     @cached_property
     def keys(self) -> list[tuple[str, int]]:
-        """Texts of what the sources are, and the numbers of equal ones before: also of those in another mix of a run."""
+        """Texts of what the sources are, and the numbers of equal ones before: also in another mix."""
         texts = [json.dumps(source.about, sort_keys=True) for source in self.sources]
         return [(text, texts[:number].count(text)) for number, text in enumerate(texts)]
 
