@@ -133,7 +133,7 @@ class Model:
 @pytest.mark.parametrize(
     ("name", "fault", "seeds"),
     [
-        *((name, "", 2) for name in MAKERS),
+        *((name, "", 4) for name in MAKERS),
         *((name, "repeated", 3) for name in MAKERS),
         *_WITH_POSITIONS,
         *(pytest.param(name, fault, 30, marks=pytest.mark.slow) for name in MAKERS for fault in ("", "repeated")),

@@ -80,7 +80,7 @@ def plain(table: pa.Table) -> pa.Table:
 
 
 @given(tables(), st.integers(1, 12), st.sampled_from([None, "zstd"]), st.data())
-@settings(max_examples=60)
+@settings(max_examples=120)
 def test_reads_what_pyarrow_takes(
     tmp_path_factory: pytest.TempPathFactory, table: pa.Table, block: int, codec: str | None, data: st.DataObject
 ) -> None:
