@@ -11,7 +11,6 @@ import pickle
 import re
 import shutil
 import subprocess
-import sys
 import tarfile
 import tempfile
 from collections.abc import Callable, Iterable
@@ -31,6 +30,7 @@ from transformers import PreTrainedTokenizerFast
 
 import midepoch
 from data import dataset_of, write_arrow
+from forks import Forks
 from midepoch._internal import hints
 from midepoch._internal.hints import NAMES, forget_warnings
 from midepoch.audit import Ledger, read_run
@@ -829,7 +829,9 @@ def test_what_is_easily_overlooked(ds: midepoch.Dataset, caplog: pytest.LogCaptu
     says("some texts are null, and are tokenized as empty ones")
 
 
-def test_loaders_that_do_not_know_of_each_other(ds: midepoch.Dataset, tmp_path: Path, caplog: Any) -> None:
+def test_loaders_that_do_not_know_of_each_other(
+    ds: midepoch.Dataset, tmp_path: Path, caplog: Any, torch_forks: Forks
+) -> None:
     shuffled = ds.shuffle(seed=1)
     saved, before = shuffled.loader(4), ds.shuffle(seed=1)
     loader = before.loader(4)
@@ -845,7 +847,7 @@ def test_loaders_that_do_not_know_of_each_other(ds: midepoch.Dataset, tmp_path: 
     assert "two loaders of different rows record in" in caplog.text
     caplog.clear()
     program = "import sys, midepoch; next(midepoch.from_dict({'n': range(8)}).loader(4, audit=sys.argv[1]))"
-    done = subprocess.run([sys.executable, "-c", program, tmp_path], capture_output=True, text=True, check=True)
+    [done] = torch_forks.run(["-c", program, str(tmp_path)])
     assert "For another run, pass another folder" in done.stderr  # that of another process
 
 
@@ -1152,10 +1154,13 @@ def test_what_a_message_knows_of_the_data(tmp_path: Path, caplog: pytest.LogCapt
         midepoch.mix({"a": texts, "b": texts}).loader(2).exclude(documents=[("b", 9)])
 
 
-def test_accelerate_without_the_integration() -> None:
+def test_accelerate_without_the_integration(framework_forks: Forks) -> None:
     program = """
 import accelerate, logging, midepoch, sys
 from midepoch._internal.hints import forget_warnings
+from midepoch.loader.options import _SAVES
+for name in _SAVES:
+    sys.modules.pop(name, None)  # which the process that this is forked from has imported
 said = []
 logging.getLogger("midepoch").addHandler(type("Said", (logging.Handler,), {"emit": lambda self, one: said.append(one)})())
 loader = accelerate.Accelerator(cpu=True).prepare(midepoch.from_dict({"x": list(range(20))}).loader(4))
@@ -1165,4 +1170,5 @@ forget_warnings()
 import midepoch.integrations.accelerate
 assert len(list(loader)) == 5 and len(said) == 1
 """
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=300)
+    [done] = framework_forks.run(["-c", program])
+    assert done.returncode == 0, done.stderr

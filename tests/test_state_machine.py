@@ -201,8 +201,9 @@ class Machine(RuleBasedStateMachine):
             self.loader.close()
 
 
+@pytest.mark.parametrize("examples", [10, pytest.param(100, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", PIPELINES)
-def test_a_loader_does_what_a_list_would(name: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_loader_does_what_a_list_would(name: str, examples: int, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.ERROR, "midepoch")
     dataset = PIPELINES[name]().with_lanes(1)
     whole = dataset.loader(1)
@@ -210,7 +211,7 @@ def test_a_loader_does_what_a_list_would(name: str, caplog: pytest.LogCaptureFix
     machine = type("Named", (Machine,), {"name": name, "dataset": dataset, "epochs": epochs})
     checks = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much]
     chosen = settings(
-        max_examples=20,
+        max_examples=examples,
         stateful_step_count=12,
         deadline=None,
         suppress_health_check=checks,

@@ -112,7 +112,7 @@ def test_rows_and_steps_are_named_as_they_were(small_files: list[str], tmp_path:
     assert "row" in found.order.source.place(0) and ".arrow" in found.order.source.place(0)
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(st.integers(0, 2**32))
 def test_any_history_is_told_as_it_was(small_files: list[str], tmp_path_factory: Any, seed: int) -> None:
     """Random worlds, batches, crashes and checkpoints, also of ranks a step apart: losses and repeats to the row."""

@@ -5,8 +5,6 @@ Each script checks itself: the rows of the interrupted and the resumed part toge
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pyarrow as pa
@@ -14,7 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 from toy import MODEL
 
-from forks import Forks
+from forks import PYTHON, Forks
 from launch import Launch
 
 SETUP = (
@@ -276,10 +274,9 @@ def test_ddp(tmp_path: Path, prepared: str, launched: Launch) -> None:
     launched(3, str(script), cwd=tmp_path)
 
 
-def test_module_shows_instant_loading() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "fast_hf_loader_simple"], capture_output=True, text=True, check=False, timeout=300
-    )
+def test_module_shows_instant_loading(tmp_path: Path, torch_forks: Forks) -> None:
+    torch_forks.executable(tmp_path / "python")
+    [done] = torch_forks.run(["-m", "fast_hf_loader_simple"], env={PYTHON: str(tmp_path / "python")})
     assert done.returncode == 0, done.stderr
     assert "datasets was imported" in done.stdout
     assert "datasets was not imported" in done.stdout

@@ -15,6 +15,7 @@ import pyarrow.compute as pc
 import pytest
 import torch
 
+from forks import Forks
 from midepoch.dataset.digest import UndigestibleError, digest_of
 
 SCRIPT = """
@@ -54,7 +55,7 @@ def test_digests_are_the_same_in_every_process(tmp_path: Path) -> None:
             [sys.executable, "job.py"], cwd=tmp_path, capture_output=True, text=True, check=True,
             env={"PYTHONHASHSEED": seed, "PYTHONPATH": str(Path(__file__).parents[2] / "src")},
         ).stdout
-        for seed in ("1", "2", "3")
+        for seed in ("1", "2")
     }  # fmt: skip
     assert len(runs) == 1 and len(runs.pop().strip()) == 32
 
@@ -256,6 +257,7 @@ def test_what_changes_no_result_changes_no_digest(name: str) -> None:
 
 MODULES = """
 import sys, os
+sys.dont_write_bytecode = True  # files are written again in one second, of one size
 sys.path.insert(0, os.getcwd())
 import helpers, package.inner
 from midepoch.dataset.digest import digest_of
@@ -287,7 +289,7 @@ for f in (by_attribute, by_constant, by_import, by_whole_import, by_module, in_p
 """
 
 
-def test_modules_of_the_user_are_followed(tmp_path: Path) -> None:
+def test_modules_of_the_user_are_followed(tmp_path: Path, torch_forks: Forks) -> None:
     (tmp_path / "package").mkdir()
     (tmp_path / "package" / "__init__.py").touch()
     (tmp_path / "job.py").write_text(MODULES)
@@ -295,10 +297,9 @@ def test_modules_of_the_user_are_followed(tmp_path: Path) -> None:
     def run(factor: int, size: int, inner: int) -> dict[str, str]:
         (tmp_path / "helpers.py").write_text(f"SIZE = {size}\ndef double(x): return x * {factor}\n")
         (tmp_path / "package" / "inner.py").write_text(f"def twice(x): return x * {inner}\n")
-        env = {"PYTHONPATH": str(Path(__file__).parents[2] / "src"), "PYTHONDONTWRITEBYTECODE": "1"}
-        command = [sys.executable, "job.py"]
-        found = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=env, check=True).stdout
-        return dict(line.split() for line in found.splitlines())
+        [done] = torch_forks.run([str(tmp_path / "job.py")], cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+        return dict(line.split() for line in done.stdout.splitlines())
 
     first = run(2, 2, 2)
     assert run(2, 2, 2) == first

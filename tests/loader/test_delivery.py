@@ -151,12 +151,17 @@ def delivered_by(kind: str, ds: midepoch.Dataset, run: Path, interrupts: Interru
     return source, delivered
 
 
+_VISITED: dict[str, dict[Place, int]] = {}
+
+
 def visited(kind: str, ds: midepoch.Dataset, folder: Path) -> dict[Place, int]:
-    """How often this kind reaches each place, the second time, when everything is imported."""
-    for number in range(2):
-        interrupts = Interrupts()
-        delivered_by(kind, ds, folder / kind / str(number), interrupts)
-    return interrupts.visits
+    """How often this kind reaches each place, the second time, when everything is imported. Counted once."""
+    if kind not in _VISITED:
+        for number in range(2):
+            interrupts = Interrupts()
+            delivered_by(kind, ds, folder / kind / str(number), interrupts)
+        _VISITED[kind] = interrupts.visits
+    return _VISITED[kind]
 
 
 def chosen(kind: str, ds: midepoch.Dataset, folder: Path) -> list[tuple[Place, int]]:

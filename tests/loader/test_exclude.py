@@ -23,6 +23,7 @@ from midepoch.cli.app import app
 from midepoch.testing import same
 from midepoch.tools.describe import describe
 from midepoch.tools.plan import plan_resume
+from pairs import alternating
 from states import with_more
 from test_planned_batches import LOADERS, epoch_of, folder, ids  # noqa: F401  (a fixture)
 
@@ -57,8 +58,7 @@ def without(name: str, whole: list[list[int]], *numbers: int) -> list[list[int]]
     return [rows[start:stop] for start, stop in pairwise(first) if stop <= len(rows)]
 
 
-@pytest.mark.parametrize("steps", [range(4, 6), [3, 5]], ids=["range", "gap"])
-@pytest.mark.parametrize("name", LOADERS)
+@pytest.mark.parametrize(("name", "steps"), alternating(list(LOADERS), [range(4, 6), [3, 5]]))
 def test_batches_by_tokens_and_steps_of_a_run(
     name: str, steps: Any, planned_ds: Callable[[], midepoch.Dataset]
 ) -> None:
@@ -779,8 +779,7 @@ LATE: dict[str, Callable[[midepoch.Dataset], midepoch.Dataset]] = {
 }
 
 
-@pytest.mark.parametrize("name", LATE)
-@pytest.mark.parametrize("at", [1, 3, 4])
+@pytest.mark.parametrize(("name", "at"), alternating(list(LATE), [3, 4, 1]))
 def test_rows_that_are_excluded_in_the_middle_of_an_epoch(
     name: str, at: int, open_ds: Callable[[], midepoch.Dataset]
 ) -> None:
@@ -819,8 +818,7 @@ def test_rows_that_are_excluded_in_the_middle_of_an_epoch(
 
 
 @pytest.mark.parametrize("every", [3, pytest.param(1, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("at", [1, 4, 9])
-@pytest.mark.parametrize("lanes", [1, 2])
+@pytest.mark.parametrize(("lanes", "at"), alternating([1, 2], [1, 4, 9]))
 def test_documents_that_are_excluded_before_they_are_packed_have_no_token_left(
     lanes: int, at: int, every: int, tmp_path: Path
 ) -> None:

@@ -26,7 +26,7 @@ print(seen[0], type(batch["id"]).__name__)
 """
 
 
-@pytest.mark.parametrize("kind", ["dataset", "stream"])
+@pytest.mark.parametrize("kind", [pytest.param("dataset", marks=pytest.mark.slow), "stream"])
 def test_importing_torch_is_no_loading(kind: str, tmp_path: Path) -> None:
     pq.write_table(pa.table({"id": list(range(20))}), tmp_path / "a.parquet")
     command = [sys.executable, "-c", SCRIPT, str(tmp_path / "a.parquet"), kind]

@@ -31,6 +31,7 @@ from typer.testing import CliRunner
 
 import midepoch
 from data import write_arrow
+from forks import Forks
 from midepoch._internal.hints import forget_warnings
 from midepoch.audit import Ledger, read_run
 from midepoch.checkpoint import PipelineCheckpoint
@@ -229,7 +230,7 @@ def test_misuse_is_named(data: str) -> None:
 
 
 def test_waiting_ends_with_an_error_if_nobody_acknowledges(
-    data: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    data: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, torch_forks: Forks
 ) -> None:
     monkeypatch.setattr("midepoch.loader.leases._QUIET", 0.0)  # 30 s
     forget_warnings()
@@ -249,11 +250,11 @@ def test_waiting_ends_with_an_error_if_nobody_acknowledges(
         "with loader.lease(max_out=2) as items:\n    next(items), next(items)\n"
         "    try: next(items)\n    except RuntimeError as problem: print(problem)\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    [done] = torch_forks.run(["-c", code])
     assert "this is the only thread" in done.stdout
 
 
-def test_threads_that_read_cannot_acknowledge(tmp_path: Path) -> None:
+def test_threads_that_read_cannot_acknowledge(tmp_path: Path, torch_forks: Forks) -> None:
     path = str(tmp_path / "data.parquet")
     pq.write_table(pa.table({"id": range(400)}), path, row_group_size=50)
     code = (
@@ -262,7 +263,7 @@ def test_threads_that_read_cannot_acknowledge(tmp_path: Path) -> None:
         "    print(threading.active_count() > 1)\n"
         "    try: next(items)\n    except RuntimeError as problem: print(problem)\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
+    [done] = torch_forks.run(["-c", code])
     assert done.stdout.startswith("True\n") and "this is the only thread" in done.stdout
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from midepoch.order import Order, Selection, Shuffle, SourceLayout
@@ -14,6 +14,7 @@ SIZES = st.lists(st.integers(1, 9), min_size=1, max_size=12)
 
 @pytest.mark.parametrize("scope", [None, "rows", "window", "files"])
 @given(SIZES, st.integers(1, 5), st.integers(1, 4), st.booleans(), st.data())
+@settings(max_examples=50)
 def test_uses_are_when_blocks_are_read(
     scope: str | None, sizes: list[int], lanes: int, window: int, aligned: bool, data: st.DataObject
 ) -> None:

@@ -180,7 +180,7 @@ while True:
 def test_killed_readers_leave_nothing_that_matters(lake: Path, tmp_path: Path) -> None:
     """Two runs share a cache and are killed again and again; a third reads from it, rightly, and sweeps up."""
     cache = tmp_path / "c"
-    for pause in (0.3, 0.5, 0.8):
+    for pause in (0.2, 0.5):
         readers = [
             subprocess.Popen(
                 [sys.executable, "-c", READER, str(lake), str(cache)], stdout=subprocess.PIPE, start_new_session=True

@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.fs
 import pyarrow.parquet
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import midepoch
@@ -42,6 +42,7 @@ def gathered(columns: list[pa.Array], blocks: list[int], rows: list[int]) -> pa.
 @pytest.mark.parametrize("many", [0, 256])
 @pytest.mark.parametrize("kind", TYPES, ids=str)
 @given(st.lists(st.none() | st.text(ENCODABLE, max_size=30), min_size=1, max_size=20), st.data())
+@settings(max_examples=40)
 def test_gathers_what_take_gives(kind: pa.DataType, many: int, texts: list[str | None], data: st.DataObject) -> None:
     column = pa.array([text and text.encode() for text in texts], pa.large_binary()).cast(kind)
     order = data.draw(st.lists(st.integers(0, len(texts) - 1), min_size=1, max_size=40))

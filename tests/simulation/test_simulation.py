@@ -120,7 +120,7 @@ def test_faults_of_all_kinds_are_drawn() -> None:
 
 def test_a_changed_ledger_is_found(simulator: Simulator) -> None:
     """Of positions, every change of a step. In lanes some are not found."""
-    seeds = range(20)
+    seeds = range(10)
     accused, found, missed = audited(simulator, seeds)
     assert accused == 0, "a clean run"
     assert set(found["cut"]) <= {"accused", "refused"} and sum(found["cut"].values()) == len(seeds)

@@ -21,7 +21,7 @@ from midepoch.errors import FormatError
 from midepoch.sources.formats import lines
 from midepoch.sources.formats.lines import elements
 from midepoch.testing import assert_resumes_exactly
-from pairs import covering
+from pairs import alternating
 
 TRAPS = ['"', "\\", '\\"', "}, {", "[[", "]", "\\\\", "é", "🙂", "\n", "a,b", '{"x": [1', "\t", ""]
 
@@ -136,7 +136,7 @@ def test_lists_of_nothing_but_nulls_are_read(write: Callable[[list[Any]], str], 
 
 @pytest.mark.parametrize(
     ("value", "layout", "on_error"),
-    covering([1, "a", True, 0.5, [None, 1], {"x": [None, 2]}], ["array", "lines"], ["raise", "skip"]),
+    alternating([1, "a", True, 0.5, [None, 1], {"x": [None, 2]}], ["array", "lines"], ["raise", "skip"]),
 )
 def test_lists_that_begin_with_nulls_are_read(value: Any, layout: str, on_error: str, tmp_path: Path) -> None:
     """pyarrow loses nulls of lists before the first other value of a column."""

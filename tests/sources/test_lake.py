@@ -113,7 +113,7 @@ def test_nulls_have_one_dtype_in_every_batch(lake: Path) -> None:
 
 
 # Around the ends of blocks, files and epochs, the moments behind StopIteration included; None is every moment there is.
-SOME = [0, 1, 7, 8, 25, 26, 27, 44, 45, 50, 51, 52, 77, 89, 90, 101, 102]
+SOME = [0, 1, 7, 25, 26, 45, 50, 51, 52, 77, 101, 102]
 MOMENTS = [SOME, pytest.param(None, marks=pytest.mark.slow)]
 
 
@@ -123,8 +123,11 @@ def resumes_exactly(lake: Path, scope: str, moments: list[int] | None) -> None:
 
     # What follows from the end of one epoch to that of the next is the business of tests/test_conformance.py.
     assert_resumes_exactly(make, steps=moments, tail=moments and 8)
+    pipeline = make().pipeline  # opened once for all loaders, and again for each iteration above
     assert_resumes_exactly(
-        lambda: make().loader(7), steps=moments and [0, 1, 4, 7, 8, 9, 15, 16, 17], tail=moments and 3
+        lambda: midepoch.Dataset(pipeline).loader(7),
+        steps=moments and [0, 1, 4, 7, 8, 9, 15, 16, 17],
+        tail=moments and 3,
     )
 
 

@@ -8,7 +8,6 @@ import logging
 import pickle
 import shutil
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from email.utils import formatdate
@@ -21,6 +20,7 @@ import pyarrow.parquet as pq
 import pytest
 
 import midepoch
+from forks import Forks
 from hub import Files, HubServer, _CdnHandler, use_settings
 from midepoch.errors import CheckpointMismatchError, DataChangedError, DataNotFoundError, FetchError, FormatError
 from midepoch.sources.listing import nearest
@@ -185,8 +185,9 @@ print(len(midepoch.from_files(sys.argv[1])))
 """
 
 
-def test_processes_of_a_machine_ask_once(hub: HubServer) -> None:
-    command = [sys.executable, "-c", OPENER, GLOB]
+def test_processes_of_a_machine_ask_once(hub: HubServer, torch_forks: Forks, tmp_path: Path) -> None:
+    torch_forks.executable(tmp_path / "python")
+    command = [str(tmp_path / "python"), "-c", OPENER, GLOB]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     processes = [subprocess.Popen(command, **pipes) for _ in range(4)]  # type: ignore[call-overload]
     for process in processes:
@@ -220,15 +221,14 @@ if __name__ == "__main__":
 """
 
 
-def test_resume_after_a_kill_while_others_push(hub: HubServer, tmp_path: Path) -> None:
+def test_resume_after_a_kill_while_others_push(hub: HubServer, tmp_path: Path, torch_forks: Forks) -> None:
     script = tmp_path / "train.py"
     script.write_text(TRAINER)
     commit = hub.repos["org/name"].refs["main"]
     address = f"hf://datasets/org/name@{commit}/data"
 
     def run(*arguments: str) -> list[int]:
-        command = [sys.executable, str(script), address, *arguments]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+        [done] = torch_forks.run([str(script), address, *arguments])
         assert done.returncode in (0, -9), done.stderr
         return [int(word) for word in done.stdout.split()]
 

@@ -69,7 +69,7 @@ shapes = {
 }
 
 
-@settings(max_examples=200)
+@settings(max_examples=100)
 @given(**shapes, cu_seqlens=st.booleans())
 def test_the_parts_of_all_ranks_are_the_whole_batch(
     kind: str, sizes: list[int], ways: int, layout: str, multiple: int, cu_seqlens: bool
@@ -109,7 +109,7 @@ def plain_part(row: list[int], segments: list[int] | None, rank: int, ways: int,
     return part
 
 
-@settings(max_examples=200)
+@settings(max_examples=100)
 @given(**shapes)
 def test_every_part_is_the_one_that_plain_python_cuts(
     kind: str, sizes: list[int], ways: int, layout: str, multiple: int

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +10,7 @@ import pytest
 
 import midepoch
 from data import dataset_of
+from forks import Forks
 
 TOKENIZING = """
 import sys, warnings
@@ -39,10 +38,10 @@ print("done")
 """
 
 
-def test_ids_are_those_of_the_tokenizer_in_workers_without_warnings(documents_folder: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", TOKENIZING, documents_folder], capture_output=True, text=True, timeout=300, check=False
-    )
+def test_ids_are_those_of_the_tokenizer_in_workers_without_warnings(
+    documents_folder: str, framework_forks: Forks
+) -> None:
+    [done] = framework_forks.run(["-c", TOKENIZING, documents_folder])
     assert done.stdout == "done\n", done.stderr
     assert "fork" not in done.stderr and "TOKENIZERS_PARALLELISM" not in done.stderr
 

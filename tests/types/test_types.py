@@ -16,6 +16,7 @@ from midepoch.loader.options import HINTED
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.slow  # scripts/check has it with all other types, without another process
 def test_a_type_checker_finds_the_types() -> None:
     pytest.importorskip("mypy")
     found = subprocess.run(

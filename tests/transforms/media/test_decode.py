@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import io
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,6 +17,7 @@ from PIL import Image
 
 import midepoch
 from data import dataset_of
+from forks import Forks
 from midepoch.errors import CheckpointMismatchError, ColumnError, MapError, MidepochError
 from midepoch.transforms.media import images
 
@@ -118,11 +117,11 @@ print("done")
 """
 
 
-def test_features_of_hugging_face_are_decoded_without_datasets(tmp_path: Path) -> None:
-    for script in (HUGGING_FACE, WITHOUT_DATASETS):
-        done = subprocess.run(
-            [sys.executable, "-c", script, str(tmp_path / "saved")], capture_output=True, text=True, check=False
-        )
+def test_features_of_hugging_face_are_decoded_without_datasets(
+    tmp_path: Path, framework_forks: Forks, torch_forks: Forks
+) -> None:
+    for forks, script in ((framework_forks, HUGGING_FACE), (torch_forks, WITHOUT_DATASETS)):
+        [done] = forks.run(["-c", script, str(tmp_path / "saved")])
         assert done.returncode == 0, done.stderr
     assert done.stdout == "done\n"
 
