@@ -791,3 +791,24 @@ def test_steps_without_a_record_before_another_mix_are_not_proven(tmp_path: Path
     loader.close()
     run = read_run(tmp_path)
     assert not run.exact and run.epochs[0].never >= 8
+
+
+def test_lanes_of_a_rank_that_leases_the_next_epoch(tmp_path: Path) -> None:
+    """A state of all ranks says of them only that they have ended: what was acknowledged of them stays delivered."""
+    ds = PIPELINES["filter"]()
+    ranks = [ds.loader(2, rank=rank, world_size=2, audit=Ledger(tmp_path, attempt="1")) for rank in range(2)]
+    with ranks[0].lease() as items:
+        for lease in items:
+            lease.ack()
+    with ranks[0].lease() as early, ranks[1].lease() as items:
+        kept = next(early)
+        for _ in range(2):
+            next(items).ack()
+        states = [loader.state_dict() for loader in ranks]
+    assert kept is not None and [state["epoch"] for state in states] == [1, 0]
+    loader = ds.loader(2, audit=Ledger(tmp_path, attempt="2"))
+    loader.load_state_dict(states)
+    list(loader)
+    loader.close()
+    run = read_run(tmp_path)
+    assert run.exact and run.epochs[0].complete and run.epochs[0].once == ROWS - 2
