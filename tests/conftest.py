@@ -71,7 +71,7 @@ def pytest_collection() -> Iterator[None]:
     finally:
         gc.collect()
         gc.freeze()
-        gc.set_threshold(50_000, 20, 50)
+        gc.set_threshold(50_000, 10, 5)  # files of cycles are closed, too
         gc.enable()
 
 

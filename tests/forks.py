@@ -27,7 +27,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
-from select import select
+from select import POLLIN, poll
 from types import ModuleType, TracebackType
 from typing import Any
 
@@ -133,7 +133,9 @@ class Forks:
         line = ""
         with suppress(ConnectionError):
             self._socket.sendall(json.dumps(request).encode() + b"\n")
-            line = self._answers.readline() if select([self._socket], [], [], PATIENCE + 60)[0] else ""
+            answered = poll()  # select() takes no descriptors from 1,024 on
+            answered.register(self._socket, POLLIN)
+            line = self._answers.readline() if answered.poll(1000 * (PATIENCE + 60)) else ""
         if not line:
             said = (self._folder / "log").read_text()[-3000:]
             raise RuntimeError(f"the process that scripts are forked from hangs, or has ended: {said}")
