@@ -399,12 +399,6 @@ class Segments:
         number = int(np.searchsorted(self._stops, position, side="right"))
         return number if number < len(self.stops) else None
 
-    def phase_end(self, number: int) -> int:
-        """Return the position at which the phase of a segment ends."""
-        while number + 1 < len(self.phases) and self.phases[number + 1] == self.phases[number]:
-            number += 1
-        return self.stops[number]
-
 
 def _stairs(begin: int, end: int, first: Sequence[float], last: Sequence[float]) -> list[tuple[int, list[float]]]:
     """Return the ends and the weights of the steps in which weights change from the first to the last."""
