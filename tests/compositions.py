@@ -59,8 +59,15 @@ PIPELINES: dict[str, Callable[[], midepoch.Dataset]] = {
 }
 REORDERED = "mix in another order"
 """A pipeline of the simulator, too: the mix with its sources in another order, with which a run may continue."""
-DRAWN = {"drawn": lambda: rows_from(0, ROWS).weighted([1 + n % 5 for n in range(ROWS)], replacement=False, seed=4)}
-"""A pipeline of the simulator alone: rows in the order of a draw by weight, another in every epoch."""
+DRAWN = {
+    "drawn": lambda: rows_from(0, ROWS).weighted([1 + n % 5 for n in range(ROWS)], replacement=False, seed=4),
+    "fixed": lambda: midepoch.from_dict(
+        {name: np.repeat(np.arange(ROWS)[:, None], 8, axis=1) for name in ("id", "input_ids")}
+    ).shuffle(seed=1),
+}
+"""Pipelines of the simulator alone: rows in the order of a draw by weight, another in every epoch; and rows of numbers,
+which are copied without Arrow.
+"""
 
 
 def in_phases() -> midepoch.Dataset:

@@ -14,7 +14,7 @@ from simulation.cluster import Fault
 
 SIMULATED = [name for name in FEATURES if name not in ("micro-batches", "device")]
 """Devices need threads, and micro-batches are cut after delivery."""
-IN_ROWS = ("rows", "drawn", "filter", "window")
+IN_ROWS = ("rows", "drawn", "fixed", "filter", "window")
 """Pipelines whose outputs are rows with numbers of their own."""
 
 
@@ -107,7 +107,7 @@ class Plan:
 
     @property
     def in_lanes(self) -> bool:
-        return self.case.pipeline not in ("rows", "drawn") or bool(
+        return self.case.pipeline not in ("rows", *DRAWN) or bool(
             {"schedule", "tokens at run time"} & set(self.features)
         )
 
@@ -197,7 +197,7 @@ def _with_habits(plan: Plan, draws: random.Random) -> Plan:
     has, simple = set(plan.features).__contains__, not plan.in_lanes and "lease" not in plan.features
     pipeline, keep, starts = plan.pipeline, plan.keep, []
     if pipeline == "rows" and not plan.features and draws.random() < 0.5:
-        (pipeline,), plan = DRAWN, replace(plan, epochs=2)
+        pipeline, plan = "drawn", replace(plan, epochs=2)
     elif pipeline == "pack" and not plan.features and plan.fixed and draws.random() < 0.5:
         pipeline = "phases"
     if draws.random() < 0.3:
@@ -289,6 +289,8 @@ def _with_more(plan: Plan, draws: random.Random) -> Plan:
     if plan.pipeline == "mix" and not _FIXED_MIX.intersection(plan.features) and restores and draws.random() < 0.5:
         plan = replace(plan, edit_at=0)
         starts = [replace(start, pipeline=draws.choice(("", REORDERED))) for start in starts]
+    if plan.pipeline == "rows" and not any("tokens" in name for name in plan.features) and draws.random() < 0.4:
+        plan = replace(plan, pipeline="fixed")
     return replace(plan, starts=tuple(starts))
 
 
