@@ -286,7 +286,9 @@ def _with_more(plan: Plan, draws: random.Random) -> Plan:
     if has("lease") and draws.random() < 0.6:
         starts = [_eager(draws, start, is_last=start is starts[-1]) for start in starts]
     restores = not any(start.forgets for start in starts)  # else the ledger takes it for another run
-    if plan.pipeline == "mix" and not _FIXED_MIX.intersection(plan.features) and restores and draws.random() < 0.5:
+    together = plan.last != "uneven" or all(start.world == 1 for start in starts)  # ranks come to the end together
+    may_change = restores and together and not _FIXED_MIX.intersection(plan.features)
+    if plan.pipeline == "mix" and may_change and draws.random() < 0.5:
         plan = replace(plan, edit_at=0)
         starts = [replace(start, pipeline=draws.choice(("", REORDERED))) for start in starts]
     if plan.pipeline == "rows" and not any("tokens" in name for name in plan.features) and draws.random() < 0.4:
