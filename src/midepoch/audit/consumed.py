@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from midepoch.audit.lanes import At, LaneTrack, LeafPlace, StagePart, places
-from midepoch.audit.orders import KnownOrder
+from midepoch.audit.orders import KnownOrder, SourceKey
 from midepoch.audit.passes import Generation
 from midepoch.errors import DataNotFoundError
 from midepoch.order import Shard
@@ -74,6 +74,10 @@ class RowCounts(NamedTuple):
     left: int = 0
     begun: int = 0
     unended: int = 0
+
+
+Spots = Mapping[SourceKey, tuple[int, int, tuple[tuple[str, int], ...]]]
+"""The place in each source."""
 
 
 class LaneRun:
@@ -153,14 +157,17 @@ class LaneRun:
 
     def filtered(self, one: Generation, lane: int) -> int:
         """Return the rows without an output that the kept steps of a pass have consumed in a lane."""
-        steps = 0 if (track := one.owner(lane)) is None else one.kept_of(track)
-        return self._filtered(self.after(one, lane, 0), self.after(one, lane, steps))
+        return self._filtered(self.after(one, lane, 0), self._end(one, lane))
 
     def consumed_besides(self, one: Generation, lane: int, other: LaneRun) -> int:
-        """Return the rows that were consumed before the end of a pass of sources that another mix does not have."""
-        steps = 0 if (track := one.owner(lane)) is None else one.kept_of(track)
-        gone = (place for place in self.after(one, lane, steps) if self._keys[place.leaf] not in other._keys)
+        """Return the rows that were consumed, up to the end of a pass, of sources that another mix does not have."""
+        gone = (place for place in self._end(one, lane) if self._keys[place.leaf] not in other._keys)
         return sum(self._total(place) if place.run else place.row for place in gone)
+
+    def _end(self, one: Generation, lane: int) -> list[LeafPlace]:
+        """Return the place of a lane in each source after the kept steps of a pass."""
+        track = one.owner(lane)
+        return [] if track is None else self.after(one, lane, one.kept_of(track))
 
     def excluded_rows(self, one: Generation) -> int:
         """Return the rows that a pass came to and left out, because they are excluded."""
@@ -184,7 +191,7 @@ class LaneRun:
             return RowCounts(left=sum(Shard(lane, passes[-1].lanes).before(count) for count in self._rows))
         filtered = sum(self.filtered(one, lane) for one, _ in known)
         one, track = known[-1]
-        begin, places = self.after(one, lane, 0), self.after(one, lane, one.kept_of(track))
+        begin, places = self.after(one, lane, 0), self._end(one, lane)
         is_over = track.ends_after(one.kept_of(track))
         end = self.after(one, lane, track.delivered + 1) if is_over else places
         consumed, reached = self._consumed(places), self._consumed(end)
@@ -339,13 +346,9 @@ class LaneRun:
                     yield found
 
 
-Spots = Mapping[tuple[str, int], tuple[int, int, tuple[tuple[str, int], ...]]]
-"""The place in each source, by what the source is."""
-
-
 def joins(begin: Spots, end: Spots) -> bool:
     """Return True if a pass begins where another ends. In another mix, the sources of both count."""
-    if begin.keys() == end.keys() and list(begin) == list(end):
+    if list(begin) == list(end):
         return begin == end
     return all(begin[key][:2] == end[key][:2] for key in begin.keys() & end.keys())
 

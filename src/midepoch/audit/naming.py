@@ -125,9 +125,9 @@ def _documents(run: Run, one: Generation, rank: int, place: int, step: int) -> I
         for number in range(first, stop):
             source, row, start, length = (int(column[number]) for column in table.columns)
             end, offset = None if length < 0 else start + length, int(offsets[number] - offsets[first])
-            known, epoch = numbers[source], one.shape.epoch
-            place_of_row = run.sources[known].place(row)
-            yield Document(step, epoch, rank, sequence, known, names[source], row, start, end, offset, place_of_row)
+            name, source, epoch = names[source], numbers[source], one.shape.epoch
+            place_of_row = run.sources[source].place(row)
+            yield Document(step, epoch, rank, sequence, source, name, row, start, end, offset, place_of_row)
 
 
 def documents_of_row(run: Run, row: int, source: int | str = 0) -> list[Document] | None:

@@ -117,16 +117,15 @@ def mix_of(node: Node, epoch: int) -> RecordedMix | None:
 def weight_changes(passes: Iterable[tuple[int, Generation, KnownOrder]]) -> list[WeightChange]:
     """Return the changes of weights over the passes of a run. Each comes with the number of steps before it."""
     found: list[WeightChange] = []
-    last = before = None
+    last, given = None, None
     for steps, one, order in passes:
-        mix = one.first.header.mix
-        if before not in (None, order.name) and mix is None:  # resumed with another mix
-            about = order.about.get("parts") or {}
-            mix = RecordedMix(about.get("names", ()), about.get("weights"))
+        mix, now = one.first.header.mix, order.mix
+        if mix is None and given not in (None, now):  # resumed with another mix
+            mix = now
         current = None if mix is None or mix.weights is None else (mix.phase, mix.weights)
         if current is not None and current != last and mix is not None:
             found.append(mix.change(steps + 1, one.shape.epoch, one.cursor.position))
-        last, before = current, order.name
+        last, given = current, now
     return found
 
 
@@ -257,6 +256,10 @@ class KnownSource:
         return f"row {source_row - int(starts[number])} of {name}"
 
 
+SourceKey = tuple[str, int]
+"""The identity of a source in a run: a digest of its rows and their order, and the number of equal ones before it."""
+
+
 class KnownOrder:
     """The order of a run, read from beside its ledger: that of one source, or a tree of several."""
 
@@ -292,10 +295,16 @@ class KnownOrder:
         return sources
 
     @cached_property
-    def keys(self) -> list[tuple[str, int]]:
-        """Texts of what the sources are, and the numbers of equal ones before: also in another mix."""
-        texts = [json.dumps(source.about, sort_keys=True) for source in self.sources]
-        return [(text, texts[:number].count(text)) for number, text in enumerate(texts)]
+    def keys(self) -> list[SourceKey]:
+        """The identity of each source, which it keeps in another mix."""
+        names = [_name({**source.about, "files": None}) for source in self.sources]
+        return [(name, names[:number].count(name)) for number, name in enumerate(names)]
+
+    @property
+    def mix(self) -> RecordedMix | None:
+        """The mix with the weights that it was given, or None if there is none."""
+        parts = self.about.get("parts") or {}
+        return RecordedMix(parts.get("names", ()), parts["weights"]) if "weights" in parts else None
 
     @property
     def source(self) -> KnownSource:

@@ -13,7 +13,7 @@ from typing import Any
 from midepoch._internal.hints import hinted
 from midepoch.audit import naming
 from midepoch.audit.consumed import LaneRun, RowCounts, joins
-from midepoch.audit.orders import KnownOrder, KnownSource, WeightChange, weight_changes
+from midepoch.audit.orders import KnownOrder, KnownSource, SourceKey, WeightChange, weight_changes
 from midepoch.audit.passes import Generation, PassKey, ledger_folder, read_generations
 from midepoch.audit.proof import EpochUnits, History, LeaseCounts, outputs_in, units_in
 from midepoch.audit.records import Count
@@ -92,8 +92,8 @@ class Run:
         cut: Sequence[str] = (),
     ) -> None:
         self.folder, self.stream, self._cut = folder, stream, cut
-        # With states that were only loaded.
         self._all = [one for one in generations if runs[one.shape.stream] == stream]
+        """Its passes, and the states that were only loaded."""
         self.every = [one for one in self._all if not one.is_load]
         """All passes, also those that a later one took over."""
         self.streams = {runs[one.shape.stream]: one.first.header.name for one in generations}
@@ -127,17 +127,20 @@ class Run:
         return list(self._by_key.values())
 
     @cached_property
-    def _by_key(self) -> dict[tuple[str, int], KnownSource]:
-        found: dict[tuple[str, int], KnownSource] = {}
+    def _by_key(self) -> dict[SourceKey, KnownSource]:
+        found: dict[SourceKey, KnownSource] = {}
         for order in (self.order, *map(self.order_of, reversed(self.every))):
             for key, source in zip(order.keys, order.sources, strict=True):
                 found.setdefault(key, source)
         return found
 
+    @cached_property
+    def _numbers(self) -> dict[SourceKey, int]:
+        return {key: number for number, key in enumerate(self._by_key)}
+
     def numbers_in(self, one: Generation) -> list[int]:
         """Return the numbers in the run of the sources of a pass."""
-        known = list(self._by_key)
-        return [known.index(key) for key in self.order_of(one).keys]
+        return [self._numbers[key] for key in self.order_of(one).keys]
 
     def lanes_of(self, one: Generation) -> LaneRun:
         """Return the lanes of a pass, read with its order."""
