@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import midepoch
-from midepoch.iteration import state
+from midepoch._internal.hints import forget_warnings
 
 
 def test_an_interrupted_save_is_skipped(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -93,7 +93,7 @@ def test_a_first_save_that_was_killed_is_no_checkpoint(make: Any, tmp_path: Path
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_plain_trainer_is_told_of_the_resumable_one(
-    workers: int, make: Any, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str], monkeypatch: Any
+    workers: int, make: Any, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
 ) -> None:
     from transformers import Trainer
 
@@ -102,7 +102,7 @@ def test_a_plain_trainer_is_told_of_the_resumable_one(
 
     handler = logging.StreamHandler()  # workers write to the terminal
     logging.getLogger("midepoch").addHandler(handler)
-    monkeypatch.setattr(state, "_warned", set())
+    forget_warnings()
     try:
         make(max_steps=1).train()
         make(Mine, max_steps=1).evaluate()

@@ -336,8 +336,8 @@ class Follower(_Member):
             return None
 
         try:
-            name_of_own, what = self._name(own), f"{action} {self.notes.group}"
-            return self._wait(name_of_own, what, lambda: (0,), look, arrive=not self.token)
+            what = f"{action} {self.notes.group}"
+            return self._wait(self._name(own), what, lambda: (0,), look, arrive=not self.token)
         except RankError:
             self._leave()
             raise

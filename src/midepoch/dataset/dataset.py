@@ -17,14 +17,7 @@ from midepoch._internal.values import integer
 from midepoch.dataset import functions, habits, reading, rows, steps
 from midepoch.dataset.parts import cached
 from midepoch.iteration.iterators import BatchIterator, RandomAccess, RowIterator
-from midepoch.iteration.state import (
-    IterationState,
-    is_registered,
-    register_with_torch,
-    warn_of_all_rows,
-    warn_of_dropped_rows,
-    warn_of_plain_trainer,
-)
+from midepoch.iteration.state import IterationState, is_registered, register_with_torch, warn_of_loops
 from midepoch.pipeline.cursor import Cursor
 from midepoch.pipeline.lanes import estimated_length, known_length
 from midepoch.pipeline.leaf import Leaf
@@ -384,9 +377,7 @@ class Dataset(Resumable):
 
     def __iter__(self) -> Iterator[Any]:
         here, self._pass = self._iteration, None
-        warn_of_dropped_rows(sys._getframe(1))
-        warn_of_all_rows(sys._getframe(1), self.pipeline.shard)
-        warn_of_plain_trainer(sys._getframe(1))
+        warn_of_loops(sys._getframe(1), self.pipeline.shard)
         return here.follow(RowIterator(here.start_from(here.begin()), here))
 
     def iter(self, batch_size: int, drop_last_batch: bool = False) -> Iterator[Any]:

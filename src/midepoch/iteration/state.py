@@ -109,74 +109,6 @@ class SharedCell:
             os.close(fd)
 
 
-def worker_share(shard: Shard) -> tuple[Shard, tuple[int, int, int] | None]:
-    """Return the shard of this process. In a DataLoader worker, its part of it and (worker, workers, shards)."""
-    data = sys.modules.get("torch.utils.data")
-    info = data.get_worker_info() if data is not None else None
-    if info is None:
-        return shard, None
-    return shard.within(Shard(info.id, info.num_workers)), (info.id, info.num_workers, shard.count)
-
-
-def warn_of_dropped_rows(caller: FrameType) -> None:
-    """Log that a DataLoader with ``drop_last`` drops the end of the share of each worker.
-
-    ``caller``: the frame that called ``iter(ds)``. Only there, in torch's fetcher, is it known in a worker.
-    """
-    data = sys.modules.get("torch.utils.data")
-    info = data.get_worker_info() if data is not None else None
-    if info is None or info.id or info.num_workers == 1 or caller.f_locals.get("drop_last") is not True:
-        return
-    _log.warning(
-        "DataLoader(ds, num_workers=%d, drop_last=True) drops the last incomplete batch of each worker: more rows than "
-        "len() of it says. Use ds.loader(batch_size, num_workers=%d, drop_last=True), which drops at most one batch.",
-        info.num_workers,
-        info.num_workers,
-    )
-
-
-def warn_of_all_rows(caller: FrameType, shard: Shard) -> None:
-    """Log once that a DataLoader of torch delivers all rows on each of several ranks.
-
-    ``caller``: the frame that called ``iter(ds)``. Accelerate, and trainers that use it, share the batches themselves.
-    """
-    if shard.count > 1 or not str(caller.f_globals.get("__name__")).startswith("torch.") or "accelerate" in sys.modules:
-        return
-    if (group := process_group()) is not None and group.get_world_size() > 1:
-        warn_once(
-            "a torch DataLoader delivers all rows of this dataset on each of %s ranks. Use ds.loader(batch_size), "
-            "which shares them, or ds.shard(world_size, rank).",
-            str(group.get_world_size()),
-        )
-
-
-def warn_of_plain_trainer(caller: FrameType) -> None:
-    """Log once that Hugging Face's Trainer iterates the dataset itself, and does not save the position in the data.
-
-    ``caller``: the frame that called ``iter(ds)``, in the Trainer's loop or in a worker that was forked there.
-    """
-    if "transformers.trainer" not in sys.modules or "Trainer" in _warned:
-        return
-    frame: FrameType | None = caller
-    while frame is not None and frame.f_globals.get("__name__") != "transformers.trainer":
-        frame = frame.f_back
-    if frame is None or frame.f_code.co_name in ("evaluation_loop", "prediction_loop"):
-        return
-    _warned.add("Trainer")
-    data = sys.modules.get("torch.utils.data")
-    info = data.get_worker_info() if data is not None else None
-    if info is None or not info.id:
-        _log.warning(
-            "this Trainer does not save the position in a midepoch dataset: a resume reads and discards all rows up to "
-            "it. Nor does it shuffle the dataset. Use midepoch.integrations.transformers.ResumableTrainer, or "
-            "class MyTrainer(ResumableTraining, %s).",
-            type(frame.f_locals.get("self")).__name__,
-        )
-
-
-_warned: set[str] = set()
-
-
 def _rebuild(handle: Any) -> SharedCell:
     return SharedCell(fd=handle.detach())
 
@@ -190,6 +122,52 @@ def unnamed_file(size: int) -> int:
             fd = os.dup(file.fileno())
     os.ftruncate(fd, size)
     return fd
+
+
+_Worker = tuple[int, int, int]
+"""A DataLoader worker: its number, the number of workers, and that of shards."""
+
+
+def torch_worker() -> Any:
+    """Return what torch says about this DataLoader worker. None in other processes."""
+    data = sys.modules.get("torch.utils.data")
+    return None if data is None else data.get_worker_info()
+
+
+def warn_of_loops(caller: FrameType, shard: Shard) -> None:
+    """Log once what torch's DataLoader or Hugging Face's Trainer would do with the rows.
+
+    ``caller``: the frame that called ``iter(ds)``. In a worker, it alone knows how it is used.
+    """
+    worker, module = torch_worker(), str(caller.f_globals.get("__name__"))
+    others = worker is not None and not worker.id and worker.num_workers > 1
+    if others and caller.f_locals.get("drop_last") is True:  # in torch's fetcher
+        workers = str(worker.num_workers)
+        warn_once(
+            "DataLoader(ds, num_workers=%s, drop_last=True) drops the last incomplete batch of each worker: more rows "
+            "than len() of it says. Use ds.loader(batch_size, num_workers=%s, drop_last=True), which drops at most one "
+            "batch.",
+            workers, workers,
+        )  # fmt: skip
+    # Accelerate, and trainers that use it, share the batches themselves.
+    is_shared = shard.count > 1 or not module.startswith("torch.") or "accelerate" in sys.modules
+    if not is_shared and (group := process_group()) is not None and group.get_world_size() > 1:
+        warn_once(
+            "a torch DataLoader delivers all rows of this dataset on each of %s ranks. Use ds.loader(batch_size), "
+            "which shares them, or ds.shard(world_size, rank).",
+            str(group.get_world_size()),
+        )
+    if "transformers.trainer" in sys.modules and (worker is None or not worker.id):
+        frame: FrameType | None = caller  # in the Trainer's loop, or in a worker that was forked there
+        while frame is not None and frame.f_globals.get("__name__") != "transformers.trainer":
+            frame = frame.f_back
+        if frame is not None and frame.f_code.co_name not in ("evaluation_loop", "prediction_loop"):
+            warn_once(
+                "this Trainer does not save the position in a midepoch dataset: a resume reads and discards all rows "
+                "up to it. Nor does it shuffle the dataset. Use midepoch.integrations.transformers.ResumableTrainer, "
+                "or class MyTrainer(ResumableTraining, %s).",
+                type(frame.f_locals.get("self")).__name__,
+            )
 
 
 _Iterator = TypeVar("_Iterator", RowIterator, BatchIterator)
@@ -233,9 +211,12 @@ class IterationState:
             return self._latest.cursor
         return self._delivered or self.start._replace(epoch=self.shared.epoch)
 
-    def share(self) -> tuple[Shard, tuple[int, int, int] | None]:
-        """Return this process's share of the epoch. In a DataLoader worker, its share of the shard."""
-        return worker_share(self.spec.shard)
+    def share(self) -> tuple[Shard, _Worker | None]:
+        """Return this process's share of the epoch. In a DataLoader worker, its part of that, and the worker."""
+        shard, info = self.spec.shard, torch_worker()
+        if info is None:
+            return shard, None
+        return shard.within(Shard(info.id, info.num_workers)), (info.id, info.num_workers, shard.count)
 
     def save(self) -> dict[str, Any]:
         """Return the state after the last row delivered."""
@@ -433,22 +414,18 @@ class IterationState:
             self._latest, self._delivered, self.start = None, cursor, Cursor(cursor.epoch)
 
 
-_registered: set[type] = set()
-
-
 def register_with_torch(kind: type) -> None:
     """Make a class an iterable dataset of torch, if torch is imported. Never import it for that.
 
     DataLoader and frameworks ask ``isinstance(ds, torch.utils.data.IterableDataset)``, and some of them
     ``isinstance(ds, torch.utils.data.Dataset)``, which has no registry: it becomes a base class.
     """
-    data = sys.modules.get("torch.utils.data")
-    if kind not in _registered and data is not None and hasattr(data, "IterableDataset"):
-        _registered.add(kind)
-        kind.__bases__ = (*kind.__bases__, data.IterableDataset)
-        data.IterableDataset.register(kind)  # it may have noted before that the class is none
+    base = getattr(sys.modules.get("torch.utils.data"), "IterableDataset", None)
+    if base is not None and base not in kind.__mro__:
+        kind.__bases__ = (*kind.__bases__, base)
+        base.register(kind)  # it may have noted before that the class is none
 
 
 def is_registered(kind: type) -> bool:
     """Return True if a class is an iterable dataset of torch."""
-    return any(each in _registered for each in kind.__mro__)
+    return any(each.__module__.startswith("torch.") for each in kind.__mro__)
