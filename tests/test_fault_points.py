@@ -16,12 +16,11 @@ import mmap
 import os
 import re
 import shutil
-import signal
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -31,6 +30,7 @@ import pyarrow.parquet as pq
 import pytest
 
 import midepoch
+from alarms import signal_after
 from data import documents, write_arrow, write_parquet
 from midepoch.audit import Ledger, read_run
 from midepoch.errors import DataNotFoundError, MidepochError
@@ -185,20 +185,13 @@ def failing(faults: Faults) -> Iterator[None]:
         yield
 
 
-@contextmanager
-def in_time(what: str) -> Iterator[None]:
+def in_time(what: str) -> AbstractContextManager[None]:
     """Fail if something takes too long."""
 
     def late(*_: object) -> None:
         pytest.fail(f"{what}: not over after {SECONDS} s")
 
-    before = signal.signal(signal.SIGALRM, late)
-    signal.alarm(SECONDS)
-    try:
-        yield
-    finally:
-        signal.alarm(0)
-        signal.signal(signal.SIGALRM, before)
+    return signal_after(SECONDS, late)
 
 
 @pytest.fixture(autouse=True)

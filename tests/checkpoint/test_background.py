@@ -9,7 +9,6 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ import pytest
 import torch
 from models import dataset, make_model, train, values
 
+from alarms import signal_after
 from forks import forked
 from midepoch.checkpoint import (
     CheckpointSaveError,
@@ -45,17 +45,6 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     monkeypatch.setattr(LocalSink, "write", write)
     yield opened
     opened.set()
-
-
-@contextmanager
-def signal_after(seconds: float, handler: Any) -> Iterator[None]:
-    before = signal.signal(signal.SIGALRM, handler)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
 
 
 def interrupt(*_: Any) -> None:

@@ -6,14 +6,12 @@ import gc
 import hashlib
 import logging
 import random
-import signal
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
+from alarms import signal_after
 from simulation.cluster import Killed
 from simulation.history import FindingError, History, folder_in_memory
 from simulation.judge import judge
@@ -89,7 +87,7 @@ class Simulator:
         with folder_in_memory() as folder:
             history = History(plan, self.site, folder)
             try:
-                with _in_time():
+                with signal_after(_LONGEST, _hang):
                     history.run()
                     judge(history)
             except FindingError as problem:
@@ -101,18 +99,8 @@ class Simulator:
         return Outcome(plan, finding, tuple(history.events), bool(history.cluster.happened), digest)
 
 
-@contextmanager
-def _in_time() -> Iterator[None]:
-    def stop(*_: object) -> None:
-        raise FindingError(f"it hangs: {_LONGEST:.0f} s have passed")
-
-    before = signal.signal(signal.SIGALRM, stop)
-    signal.setitimer(signal.ITIMER_REAL, _LONGEST)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
+def _hang(*_: object) -> None:
+    raise FindingError(f"it hangs: {_LONGEST:.0f} s have passed")
 
 
 class _Complaints(logging.Handler):
